@@ -1,0 +1,197 @@
+"""Every setting of a job, with its type, default and meaning. The reference in docs/ is made from this file.
+
+Names follow verl where verl has one, so that a config reads familiar. Lengths are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Meta(ge=0.0)]
+
+
+class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of all sections: unknown keys are refused."""
+
+
+def doc(text: str) -> Meta:
+    """Annotate a field with its meaning: `nodes: Annotated[int, doc("...")]`."""
+    return Meta(description=text)
+
+
+class Run(Section):
+    """Who this run is and where it keeps its files."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"), doc("job name; part of the run's directory")] = "dynarl"
+    root: Annotated[str | None, doc("directory of all runs, on the shared file system; default $DYNARL_RUNS, else ~/dynarl-runs")] = None
+    seed: Annotated[int, doc("seed of prompts, sampling, weights")] = 1
+    iterations: Annotated[Count, doc("GRPO iterations (optimizer steps times algorithm.minibatches)")] = 20
+
+
+class Cluster(Section):
+    """What is asked of Slurm, and how a node looks."""
+
+    nodes: Annotated[Positive, doc("nodes of the allocation")] = 4
+    devices_per_node: Annotated[Positive, doc("GPUs per node, or worker slots per node with device: cpu")] = 1
+    device: Annotated[Literal["cpu", "cuda"], doc("where the models run")] = "cpu"
+    cpus_per_node: Annotated[int | None, doc("CPUs of a node given to the agent and its workers; default all of the allocation")] = None
+    time: Annotated[str, doc("time limit, any of Slurm's forms")] = "1:00:00"
+    signal_before_s: Annotated[Positive, doc("how long before the time limit the job saves and requeues itself")] = 120
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    requeue: Annotated[bool, doc("ask Slurm to requeue the job at the time limit and go on from the checkpoint")] = True
+    max_requeues: Annotated[Count, doc("restarts of one job before it is given up")] = 20
+    mpi: Annotated[str, doc("srun --mpi plugin")] = "pmix"
+    sbatch_args: Annotated[list[str], doc("further sbatch options, one per item")] = []
+    srun_args: Annotated[list[str], doc("further srun options for every component, one per item")] = []
+    env: Annotated[dict[str, str], doc("environment of every role worker")] = {}
+    modules: Annotated[list[str], doc("modules loaded in the job script")] = []
+    prologue: Annotated[list[str], doc("shell lines run in the job script before the controller")] = []
+    scratch: Annotated[str | None, doc("node-local directory for sockets; default $TMPDIR, else /tmp")] = None
+    staging: Annotated[str, doc("node-local memory file system that holds weights in transit")] = "/dev/shm"
+    interface: Annotated[str | None, doc("network interface of control and collectives; default: the one that the node name resolves to")] = None
+
+
+class Split(Section):
+    """Home roles: nodes of each component of the heterogeneous step. They must add up to cluster.nodes.
+
+    Training nodes own the optimizer state for good; all other nodes may change role as the policy says.
+    """
+
+    rollout: Count = 2
+    inference: Count = 1
+    training: Positive = 1
+
+
+class Policy(Section):
+    """Which nodes change role, and when."""
+
+    name: Annotated[Literal["static", "threshold", "colocated"], doc(
+        "static: nobody moves. threshold: rollout nodes leave as running requests fall. colocated: all nodes take all roles in turn")] = "threshold"
+    threshold: Annotated[Positive, doc("a rollout node is released when the requests left would fit on the others at this many per node")] = 8
+    min_rollout_nodes: Annotated[Positive, doc("rollout nodes that stay until the last request has finished")] = 1
+    lend_owners: Annotated[bool, doc("training and inference nodes also generate while they have nothing else to do")] = False
+    dwell_s: Annotated[NonNegative, doc("least time between two moves")] = 0.3
+    vote_timeout_s: Annotated[NonNegative, doc("a move not agreed on by then is cancelled")] = 10.0
+
+
+class Model(Section):
+    """The policy model, in Hugging Face form. Without `path` a small one is made from the sizes below."""
+
+    path: Annotated[str | None, doc("directory with config.json and safetensors")] = None
+    hidden_size: Positive = 128
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    ffn_size: Positive = 256
+    max_position: Positive = 512
+    tied: Annotated[bool, doc("output layer shares the embedding's weights")] = True
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class Task(Section):
+    """Prompts and verifier."""
+
+    name: Annotated[Literal["arithmetic"], doc("task family, see docs/configuration")] = "arithmetic"
+    args: Annotated[dict[str, int | float | str | bool | list[int]], doc("arguments of the task")] = {}
+    train_size: Annotated[Positive, doc("distinct training prompts")] = 100_000
+    eval_size: Annotated[Count, doc("held-out prompts")] = 128
+    eval_temperature: Annotated[NonNegative, doc("0 is greedy")] = 0.0
+    verify_timeout_s: Annotated[NonNegative, doc("a verifier that takes longer is killed; the answer scores 0")] = 5.0
+
+
+class Algorithm(Section):
+    """GRPO."""
+
+    prompts_per_step: Annotated[Positive, doc("prompts (groups) per iteration")] = 32
+    group_size: Annotated[Annotated[int, Meta(ge=2)], doc("samples per prompt")] = 8
+    minibatches: Annotated[Positive, doc("optimizer steps per iteration, with fixed membership; 1: every group counts in one step")] = 1
+    max_prompt_tokens: Positive = 64
+    max_response_tokens: Positive = 256
+    temperature: Annotated[float, Meta(gt=0.0)] = 1.0
+    clip_ratio_low: NonNegative = 0.2
+    clip_ratio_high: NonNegative = 0.28
+    kl_loss_coef: Annotated[NonNegative, doc("weight of the k3 KL to the reference; 0: no reference model is kept")] = 0.0
+    normalize_std: Annotated[bool, doc("divide advantages by the group's standard deviation")] = True
+    truncated: Annotated[Literal["keep", "zero_reward", "mask"], doc("what becomes of an answer cut at max_response_tokens")] = "zero_reward"
+
+
+class WarmStart(Section):
+    """Supervised stage before GRPO, on demonstrations that the task writes. steps 0: none."""
+
+    steps: Count = 0
+    batch_size: Annotated[Positive, doc("demonstrations per optimizer step")] = 128
+    lr: NonNegative = 3e-3
+
+
+class Rollout(Section):
+    """Generation."""
+
+    engine: Literal["local", "sglang"] = "local"
+    max_running: Annotated[Positive, doc("requests that one instance decodes together")] = 32
+    python: Annotated[str | None, doc("interpreter of the rollout workers; default: the controller's")] = None
+    args: Annotated[list[str], doc("further arguments of the SGLang server")] = []
+    start_timeout_s: NonNegative = 600.0
+
+
+class Inference(Section):
+    """Old (and reference) log-probabilities under the trainer's numerics."""
+
+    max_tokens_per_micro_batch: Positive = 8192
+    python: str | None = None
+
+
+class Training(Section):
+    """The trainer. Data-parallel size follows: training nodes x devices_per_node / tp."""
+
+    tp: Annotated[Positive, doc("tensor-parallel size; must divide devices_per_node")] = 1
+    lr: NonNegative = 1e-3
+    lr_warmup_steps: Count = 0
+    weight_decay: NonNegative = 0.0
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    adam_eps: NonNegative = 1e-8
+    clip_grad: Annotated[NonNegative, doc("global gradient norm limit; 0: none")] = 1.0
+    max_tokens_per_micro_batch: Annotated[Positive, doc("padded tokens per forward and backward")] = 8192
+    python: str | None = None
+
+
+class Checkpoint(Section):
+    every: Annotated[Count, doc("iterations between checkpoints; 0: only at the end")] = 0
+    keep: Annotated[Positive, doc("newest complete checkpoints that are kept")] = 2
+
+
+class Failure(Section):
+    """What happens when a worker dies."""
+
+    rollout: Literal["restart", "end"] = "restart"
+    inference: Literal["restart", "end"] = "restart"
+    training: Literal["restart", "end"] = "restart"
+    environment: Literal["restart", "end"] = "restart"
+    max_restarts: Annotated[Count, doc("restarts of all workers together before the job ends")] = 8
+    no_progress_s: Annotated[NonNegative, doc("the job ends when nothing has moved for so long")] = 600.0
+
+
+class Config(Section):
+    """A whole job."""
+
+    run: Run = msgspec.field(default_factory=Run)
+    cluster: Cluster = msgspec.field(default_factory=Cluster)
+    split: Split = msgspec.field(default_factory=Split)
+    policy: Policy = msgspec.field(default_factory=Policy)
+    model: Model = msgspec.field(default_factory=Model)
+    task: Task = msgspec.field(default_factory=Task)
+    algorithm: Algorithm = msgspec.field(default_factory=Algorithm)
+    warm_start: WarmStart = msgspec.field(default_factory=WarmStart)
+    rollout: Rollout = msgspec.field(default_factory=Rollout)
+    inference: Inference = msgspec.field(default_factory=Inference)
+    training: Training = msgspec.field(default_factory=Training)
+    checkpoint: Checkpoint = msgspec.field(default_factory=Checkpoint)
+    failure: Failure = msgspec.field(default_factory=Failure)
