@@ -1,0 +1,117 @@
+"""How commands speak: data to stdout as a table or as JSON, everything else to stderr, and what exit codes mean.
+
+JSON has a `schema` number and stable keys; unknown values are null; times are ISO 8601 in UTC, durations float seconds
+unless the key says otherwise (`_ms`). In JSON mode an error is an object on stdout, and the exit code is not 0.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from typing import IO, TYPE_CHECKING, Any, Callable
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+PIPED_WIDTH = 100
+
+OK, FAILED, USAGE, BAD_CONFIG, NO_SLURM, NOT_FOUND, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
+
+
+class CliError(click.ClickException):
+    """An error for a person: what was wrong, and `hint`: what to do next. Ends the command with `exit_code`."""
+
+    def __init__(self, message: str, exit_code: int = FAILED, hint: str | None = None):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.hint = hint
+        context = click.get_current_context(silent=True)
+        self.as_json = context is not None and context.params.get("output_format") == "json"
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        if self.as_json:
+            print_json({"error": {"message": self.message, "hint": self.hint, "exit_code": self.exit_code}})
+            return
+        click.echo(f"error: {self.message}", err=True)
+        if self.hint:
+            click.echo(f"  {self.hint}", err=True)
+
+
+def format_option(*formats: str, default: str | None = "table") -> Callable:
+    """The option `-o/--format`, passed on as `output_format`; $DYNARL_OUTPUT gives the default where it fits."""
+    choices = formats or ("table", "json")
+
+    def fill_in(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+        wanted = os.environ.get("DYNARL_OUTPUT")
+        return value or (wanted if wanted in choices else default)
+
+    help_text = "How to print the result" + (f"; default {default}." if default else ".")
+    # Eager, so that an error in another parameter is already reported in the wanted form.
+    return click.option(
+        "-o", "--format", "output_format", type=click.Choice(choices), callback=fill_in, is_eager=True, help=help_text
+    )
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """Print one JSON object with the schema number in front. Floats that are not finite become null."""
+    text = msgspec.json.format(msgspec.json.encode({"schema": SCHEMA, **data}), indent=2)
+    click.echo(text.decode())
+
+
+def note(message: str) -> None:
+    """Say something to a person without touching stdout."""
+    click.echo(message, err=True)
+
+
+def console(stderr: bool = False) -> Console:
+    """Where tables and colours go. Colour only on a terminal and without NO_COLOR; a fixed width when piped.
+
+    Boxes turn to ASCII by themselves when the stream's encoding is not UTF-8; see `fancy` for other symbols.
+    """
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else PIPED_WIDTH, highlight=False)
+
+
+def fancy(console: Console) -> bool:
+    """May symbols beyond ASCII be printed there?"""
+    return console.encoding.lower().startswith("utf")
+
+
+def table(*columns: str) -> Any:
+    """An empty table in the house style; a column that begins with ">" is right-aligned."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for column in columns:
+        result.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return result
+
+
+def iso_time(unix_s: float | None) -> str | None:
+    """`2026-01-31T12:00:00Z`, the form of all times in JSON."""
+    if unix_s is None:
+        return None
+    time = datetime.datetime.fromtimestamp(unix_s, datetime.timezone.utc)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def duration(seconds: float | None) -> str:
+    """For people: `0.4s`, `12s`, `3m05s`, `2h07m`; "-" when unknown."""
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

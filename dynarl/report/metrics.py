@@ -1,0 +1,82 @@
+"""Scalars of a run by step: JSON lines always, TensorBoard event files where its package is installed.
+
+A line of metrics.jsonl is `{"step":3,"t":1700000000.5,"data":{"critic/rewards/mean":0.4,...}}`; the names are verl's
+where verl has one. A run that was resumed logs some steps again: what comes later in the file counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any, Mapping
+
+import msgspec
+
+from dynarl import rundir
+from dynarl.lines import LineReader
+
+log = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Appends to the metrics of a run. `resume_step`: the step that this start of the controller logs first."""
+
+    def __init__(self, run: Path, resume_step: int | None = None):
+        self._fd = os.open(rundir.metrics(run), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # the last start was killed in the middle of a line
+        self._board = _open_board(rundir.tensorboard(run), resume_step)
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        """Write scalars of one step. Values that are not finite become null in the JSON."""
+        now = time.time()
+        line = msgspec.json.encode({"step": step, "t": now, "data": {name: float(v) for name, v in data.items()}})
+        os.write(self._fd, line + b"\n")
+        if self._board:
+            self._board.log(step, now, data)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._board:
+            self._board.close()
+
+
+def _open_board(directory: Path, resume_step: int | None) -> Any:
+    try:
+        from dynarl.report.tensorboard import Board
+    except ImportError as error:
+        log.info("no TensorBoard files (%s); metrics.jsonl has everything. pip install 'dynarl[report]' for both", error)
+        return None
+    return Board(directory, resume_step)
+
+
+class MetricsReader:
+    """The metrics of a run so far: `steps[n]` is everything logged for step n. `poll` takes in what came since."""
+
+    def __init__(self, run: Path):
+        self._lines = LineReader(rundir.metrics(run))
+        self.steps: dict[int, dict[str, float | None]] = {}
+
+    def poll(self) -> None:
+        for line in self._lines:
+            try:
+                entry = msgspec.json.decode(line)
+            except msgspec.DecodeError:  # cut short by a crash
+                continue
+            for later in [step for step in self.steps if step > entry["step"]]:
+                del self.steps[later]
+            self.steps.setdefault(entry["step"], {}).update(entry["data"])
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every step that has a value of this name."""
+        return [(step, data[name]) for step, data in sorted(self.steps.items()) if data.get(name) is not None]
+
+    def last(self) -> dict[str, float | None]:
+        """The newest value of each name."""
+        newest: dict[str, float | None] = {}
+        for _, data in sorted(self.steps.items()):
+            newest.update(data)
+        return newest
