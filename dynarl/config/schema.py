@@ -99,7 +99,7 @@ class Model(Section):
 class Task(Section):
     """Prompts and verifier."""
 
-    name: Annotated[Literal["arithmetic"], doc("task family, see docs/configuration")] = "arithmetic"
+    name: Annotated[str, doc("arithmetic, or package.module:Class for a task of your own (docs/tasks.md)")] = "arithmetic"
     args: Annotated[dict[str, int | float | str | bool | list[int]], doc("arguments of the task")] = {}
     train_size: Annotated[Positive, doc("distinct training prompts")] = 100_000
     eval_size: Annotated[Count, doc("held-out prompts")] = 128

@@ -1,0 +1,115 @@
+"""Chains of additions and subtractions, from reasoning-gym's `chain_sum`, answered with or without worked steps.
+
+    question   State the final answer to the following arithmetic problem: 5 + 3 - 9 =
+    worked     \\n5 + 3 = 8\\n8 - 9 = -1\\nanswer: -1
+    direct     \\nanswer: -1
+
+A worked answer is as long as the chain, and long chains are rare: lengths have a long tail. Demonstrations mix the two
+forms, mostly direct, so a warm-started model guesses; that the steps pay is what reinforcement learning finds out.
+Questions and the verdict on the final answer are reasoning-gym's; the demonstrations are written here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynarl.tasks import gym
+from dynarl.tasks.base import Score, Task, check_split
+
+INSTRUCTION = "State the final answer to the following arithmetic problem: "
+MARKER = "\nanswer: "
+HELD_OUT_ONE_IN = 8
+
+
+class ArithmeticArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`task.args` of the task arithmetic."""
+
+    min_terms: Annotated[int, Meta(ge=2)] = 2
+    max_terms: Annotated[int, Meta(ge=2)] = 24
+    min_digits: Annotated[int, Meta(ge=1)] = 1
+    max_digits: Annotated[int, Meta(ge=1)] = 1
+    tail: float = 1.0  # a chain of n terms has probability proportional to n ** -tail; 0: all lengths alike
+    worked: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3  # share of demonstrations with worked steps
+
+    def __post_init__(self) -> None:
+        for low, high in (("min_terms", "max_terms"), ("min_digits", "max_digits")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} {getattr(self, low)} is greater than {high} {getattr(self, high)}")
+
+
+class Arithmetic(Task):
+    """See the module's text. Train and eval questions are disjoint: a question's hash decides where it may appear."""
+
+    def __init__(self, args: dict[str, Any], seed: int):
+        super().__init__(args, seed)
+        try:
+            self.args = msgspec.convert(args, ArithmeticArgs)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"task.args of arithmetic: {error}") from None
+        self._terms = range(self.args.min_terms, self.args.max_terms + 1)
+        self._weights = [n**-self.args.tail for n in self._terms]
+        self._entry = functools.lru_cache(maxsize=4096)(self._make_entry)
+        self._dataset = functools.cache(self._make_dataset)
+
+    def question(self, split: str, index: int) -> str:
+        check_split(split, index)
+        return self._entry(split, index)["question"]
+
+    def verify(self, split: str, index: int, response: str) -> Score:
+        """1 if the text after the last marker of the response is the right number, else 0.
+
+        The verifier gives part marks for text that contains the right number; those count as wrong here.
+        """
+        check_split(split, index)
+        entry = self._entry(split, index)
+        _, marker, answer = response.rpartition(MARKER)
+        dataset = self._dataset(entry["metadata"]["num_terms"])
+        correct = bool(marker) and dataset.score_answer(answer, entry) == 1.0
+        return Score(reward=float(correct), correct=correct)
+
+    def demonstration(self, index: int) -> tuple[str, str]:
+        check_split("train", index)
+        entry = self._entry("demonstration", index)
+        steps = worked_steps(entry["metadata"]["expression"]) if self._rng("form", index).random() < self.args.worked else ""
+        return entry["question"], f"{steps}{MARKER}{entry['answer']}"
+
+    def symbols(self) -> list[str]:
+        return [INSTRUCTION, " + ", " - ", " = ", " =", MARKER, "\n", "-", *"0123456789"]
+
+    def _make_entry(self, stream: str, index: int) -> dict[str, Any]:
+        """Draw questions from a stream of random numbers until one lies on the stream's side of the hash rule."""
+        rng = self._rng(stream, index)
+        num_terms = rng.choices(self._terms, self._weights)[0]
+        dataset = self._dataset(num_terms)
+        while True:
+            entry = dataset[rng.getrandbits(48)]
+            if is_held_out(entry["question"]) == (stream == "eval"):
+                return entry
+
+    def _rng(self, stream: str, index: int) -> random.Random:
+        return random.Random(f"{self.seed} {stream} {index}")  # a string is hashed with SHA-512: the same everywhere
+
+    def _make_dataset(self, num_terms: int) -> Any:
+        digits = {"min_digits": self.args.min_digits, "max_digits": self.args.max_digits}
+        return gym.create_dataset("arithmetic", "chain_sum", min_terms=num_terms, max_terms=num_terms, seed=0, **digits)
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the eval split: a property of its text, whatever the seed."""
+    return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+def worked_steps(expression: str) -> str:
+    r"""Running totals, a line per operation: `worked_steps("5 + 3 - 9") == "\n5 + 3 = 8\n8 - 9 = -1"`."""
+    first, *rest = expression.split(" ")
+    total, lines = int(first), []
+    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+        before, total = total, total + int(term) if operator == "+" else total - int(term)
+        lines.append(f"\n{before} {operator} {term} = {total}")
+    return "".join(lines)
