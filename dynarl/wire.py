@@ -64,7 +64,7 @@ class Trajectory(msgspec.Struct):
     prompt, response: int32 token ids; rollout_logprobs: float32 per response token, as the engine sampled them;
     old_logprobs: the same tokens under the trainer's numerics, None until the inference role has computed them;
     finish: "stop" (end-of-sequence), "length" (cut at the limit) or "abort" (partial, to be continued elsewhere);
-    version: of the weights that sampled the last token.
+    version: of the weights that sampled the last token; weight: 0 for a sample that does not count in the loss.
     """
 
     sample: str
@@ -75,6 +75,7 @@ class Trajectory(msgspec.Struct):
     ref_logprobs: bytes | None = None
     reward: float = 0.0
     advantage: float = 0.0
+    weight: float = 1.0
     finish: str = "abort"
     version: int = 0
 

@@ -1,0 +1,387 @@
+"""The agent of one node: takes orders from the controller, runs the role workers, holds the samples made here.
+
+What it does for the controller is in the `on_*` methods; what its workers tell it arrives in `WorkerEvents`; what other
+agents ask of it in `PeerRequests`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from dynarl import keys, wire
+from dynarl.agent.remapper import Remapper
+from dynarl.agent.supervisor import Supervisor, WorkerProcess
+from dynarl.agent.verifier import Verifier
+from dynarl.dataflow.store import Store
+from dynarl.rpc import Link
+from dynarl.wire import Trajectory
+
+log = logging.getLogger(__name__)
+
+# The controller says something at least every 5 s; a silent one is gone, or the network to it is.
+CONTROLLER_SILENCE_S = 60.0
+FETCH_TIMEOUT_S = 60.0
+
+
+class Agent:
+    """State of one node. `links` are up after `start()`; `run()` returns when the controller says stop or falls silent."""
+
+    def __init__(self, *, node: str, home: str, rank: int, remapper: Remapper, controller: str, key_dir: Path,
+                 log_dir: Path, scratch: Path, staging: Path, host: str, mpi_library: str, world_size: int):
+        self.node, self.home, self.rank, self.remapper = node, home, rank, remapper
+        self._scratch, self._log_dir = scratch, log_dir
+        self.staging = staging
+        self.store = Store()
+        self.verifier: Verifier | None = None
+        self._peers: dict[str, Link] = {}
+        self._requests: dict[str, dict[str, Any]] = {}  # sample -> {"worker", "split"} for requests in a rollout worker
+        self._figures: dict[str, dict] = {}
+        self._leases: dict[int, dict] = {}  # lease -> {"workers left", "samples"}
+        self._environment_open: dict[str, Any] = {}
+        self._python: dict[str, Any] = {}
+        self._last_heard = time.monotonic()
+        self._stop = asyncio.Event()
+        self._context = zmq.asyncio.Context()
+        self._keys = keys.load(key_dir, "agent")
+        controller_keys = keys.load(key_dir, "controller")
+        self._authenticator = keys.admit(self._context, self._keys)
+        self._worker_socket = self._context.socket(zmq.ROUTER)
+        # A restarted worker takes over the identity of the one that died.
+        self._worker_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._peer_socket = self._context.socket(zmq.ROUTER)
+        keys.as_server(self._peer_socket, self._keys)
+        self._controller_socket = self._context.socket(zmq.DEALER)
+        self._controller_socket.setsockopt(zmq.IDENTITY, node.encode())
+        self._controller_socket.setsockopt(zmq.LINGER, 2000)
+        keys.as_client(self._controller_socket, self._keys, controller_keys.public)
+        self._controller_address = controller
+        self.host = host
+        self._hello = {"node": node, "home": home, "rank": rank, "pid": os.getpid(), "world_size": world_size,
+                       "mpi_library": mpi_library, "staging": str(staging)}
+
+    def start(self) -> None:
+        self.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        address = f"ipc://{self._scratch}/agent.sock"
+        self._worker_socket.bind(address)
+        port = self._peer_socket.bind_to_random_port(f"tcp://{self.host}")
+        self.peer_address = f"tcp://{self.host}:{port}"
+        self._controller_socket.connect(self._controller_address)
+        self.supervisor = Supervisor(self.node, address, self._log_dir, self._worker_died)
+        self.workers = Link(self._worker_socket, WorkerEvents(self), routed=True)
+        self.peers = Link(self._peer_socket, PeerRequests(self.store), routed=True)
+        self.controller = Link(self._controller_socket, self, routed=False)
+
+    async def run(self) -> None:
+        """Serve until told to stop. Workers are gone when it returns."""
+        servers = [asyncio.create_task(link.serve()) for link in (self.workers, self.peers, self.controller)]
+        await self.controller.emit("", "hello", **self._hello, peer_address=self.peer_address)
+        watch = asyncio.create_task(self._watch_controller())
+        stop = asyncio.create_task(self._stop.wait())
+        done, _ = await asyncio.wait([*servers, watch, stop], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task is not stop and task.exception() is not None:
+                log.error("agent stops: %s", task.exception(), exc_info=task.exception())
+        await self.supervisor.stop_all()
+        for task in servers + [watch, stop]:
+            task.cancel()
+
+    def close(self) -> None:
+        """Leave nothing behind on the node."""
+        self.supervisor.kill_all()
+        shutil.rmtree(self.staging, ignore_errors=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._authenticator.stop()
+        self._context.destroy(linger=200)
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    async def _watch_controller(self) -> None:
+        while (silence := time.monotonic() - self._last_heard) < CONTROLLER_SILENCE_S:
+            await asyncio.sleep(CONTROLLER_SILENCE_S - silence)
+        log.error("nothing heard from the controller for %.0f s: it is gone, so this agent ends", silence)
+
+    # --- orders: life
+
+    def event_heartbeat(self, peer: str) -> None:
+        self._last_heard = time.monotonic()
+
+    async def on_stop(self, peer: str) -> None:
+        # After the answer is out.
+        asyncio.get_running_loop().call_later(0.05, self._stop.set)
+
+    # --- orders: workers
+
+    async def on_start_worker(self, peer: str, role: str, device: int, python: str | None, env: dict, device_kind: str,
+                              timeout_s: float) -> dict:
+        """Start a role worker and wait until it answers. Returns {name, pid, attempt}."""
+        self._python[role] = {"python": python, "env": env, "device_kind": device_kind}
+        worker = self.supervisor.start(role, device, python=python, env=env, device_kind=device_kind)
+        try:
+            await asyncio.wait_for(asyncio.shield(worker.up), timeout_s)
+        except TimeoutError:
+            self.supervisor.kill(worker.name)
+            raise TimeoutError(f"{worker.name} was not ready within {timeout_s:g} s; see {worker.log_path}") from None
+        return {"name": worker.name, "pid": worker.process.pid, "attempt": worker.attempt}
+
+    async def on_worker(self, peer: str, role: str, device: int, method: str, args: dict, timeout_s: float | None = None) -> Any:
+        """Pass a call on to one role worker."""
+        return await self._call_worker(self.supervisor.name_of(role, device), method, timeout_s=timeout_s, **args)
+
+    async def on_kill_workers(self, peer: str, role: str) -> int:
+        """End all workers of a role (to start them afresh). Returns how many there were."""
+        names = [name for name, worker in self.supervisor.workers.items() if worker.role == role]
+        for name in names:
+            self.supervisor.workers[name].expected_to_end = True
+            self.supervisor.kill(name)
+        while any(name in self.supervisor.workers for name in names):
+            await asyncio.sleep(0.01)
+        for name in names:
+            self.workers.peer_gone(name, f"{name} was ended")
+        return len(names)
+
+    async def _call_worker(self, name: str, method: str, timeout_s: float | None = None, **args: Any) -> Any:
+        if name not in self.supervisor.workers:
+            raise wire.CallError(f"{name} is not running")
+        return await self.workers.call(name, method, timeout_s=timeout_s, **args)
+
+    def _worker_died(self, worker: WorkerProcess, status: str, tail: list[str]) -> None:
+        self.workers.peer_gone(worker.name, f"{worker.name} died: {status}")
+        self._requests = {s: r for s, r in self._requests.items() if r["worker"] != worker.name}
+        self._leases = {n: lease for n, lease in self._leases.items() if worker.name not in lease["workers"]}
+        if worker.role == "environment" and self.verifier is not None:
+            self.controller.spawn(self._restart_environment())
+        self.controller.spawn(self.controller.emit(
+            "", "worker_died", role=worker.role, device=worker.device, attempt=worker.attempt, status=status, tail=tail))
+
+    # --- orders: prompts and rewards
+
+    async def on_open_environment(self, peer: str, task: dict, seed: int, timeout_s: float) -> None:
+        self._environment_open = {"task": task, "seed": seed, "tokenizer_dir": None}
+        self.verifier = Verifier(self._call_environment, self._restart_environment, timeout_s)
+        await self._call_environment("open", **self._environment_open)
+
+    async def _call_environment(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
+        return await self._call_worker(self.supervisor.name_of("environment", 0), method, timeout_s=timeout_s, **args)
+
+    async def _restart_environment(self) -> None:
+        name = self.supervisor.name_of("environment", 0)
+        if (worker := self.supervisor.workers.get(name)) is not None:
+            worker.expected_to_end = True
+            self.supervisor.kill(name)
+        while name in self.supervisor.workers:
+            await asyncio.sleep(0.01)
+        self.workers.peer_gone(name, f"{name} was ended")
+        worker = self.supervisor.start("environment", 0, **self._python["environment"])
+        await worker.up
+        await self._call_environment("open", **self._environment_open)
+
+    async def on_demonstrations(self, peer: str, start: int, count: int) -> list[dict]:
+        return await self.verifier.demonstrations(start, count)
+
+    # --- orders: generation
+
+    async def on_generate(self, peer: str, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
+                          holders: dict[str, str]) -> None:
+        """Give requests ({sample, holder}) to the rollout workers here. `holders`: node -> address, for partial answers."""
+        prompts = await self.verifier.prompts(split, [wire.prompt_of(r["sample"]) for r in requests])
+        partial = await self._gather([(r["sample"], r["holder"]) for r in requests if r["holder"]], holders)
+        load: dict[str, int] = defaultdict(int)
+        for request in self._requests.values():
+            load[request["worker"]] += 1
+        names = [w.name for w in self.supervisor.workers.values() if w.role == "rollout"]
+        if not names:
+            raise wire.CallError(f"{self.node} has no rollout worker")
+        batches: dict[str, list[dict]] = defaultdict(list)
+        for request in requests:
+            sample = request["sample"]
+            so_far = partial.get(sample)
+            name = min(names, key=lambda n: load[n])
+            load[name] += 1
+            self._requests[sample] = {"worker": name, "split": split, "prompt": prompts[wire.prompt_of(sample)]}
+            batches[name].append({
+                "sample": sample, "prompt": prompts[wire.prompt_of(sample)],
+                "response": so_far.response if so_far else b"", "logprobs": so_far.rollout_logprobs if so_far else b"",
+                "max_response_tokens": max_response_tokens, "temperature": temperature, "seed": seed})
+        await asyncio.gather(*(self._call_worker(name, "submit", requests=batch) for name, batch in batches.items()))
+
+    async def on_abort(self, peer: str) -> list[dict]:
+        """Stop generating. Returns [{sample, tokens}] of what was given up; their tokens are in the store here.
+
+        Requests that finished before are not among them: they are reported by their own events.
+        """
+        names = [w.name for w in self.supervisor.workers.values() if w.role == "rollout"]
+        answers = await asyncio.gather(*(self._call_worker(name, "abort", samples=None) for name in names))
+        given_up = []
+        for partial in (p for answer in answers for p in answer):
+            request = self._requests.pop(partial["sample"], None)
+            if request is None:
+                continue
+            self.store.put(Trajectory(partial["sample"], request["prompt"], partial["response"], partial["logprobs"],
+                                      finish="abort", version=partial["version"]))
+            given_up.append({"sample": partial["sample"], "tokens": len(partial["response"]) // 4})
+        return given_up
+
+    async def _sample_finished(self, sample: str, response: bytes, logprobs: bytes, finish: str, version: int) -> None:
+        request = self._requests.pop(sample, None)
+        if request is None:
+            return
+        verdict = await self.verifier.score(sample, request["split"], wire.prompt_of(sample), response)
+        trajectory = Trajectory(sample, request["prompt"], response, logprobs, reward=verdict.reward, finish=finish, version=version)
+        self.store.put(trajectory)
+        await self.controller.emit(
+            "", "finished", sample=sample, reward=verdict.reward, correct=verdict.correct, timed_out=verdict.timed_out,
+            tokens=trajectory.num_response_tokens, prompt_tokens=trajectory.num_prompt_tokens, finish=finish, version=version)
+
+    # --- orders: scoring and training
+
+    async def on_score(self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int) -> None:
+        """Compute old log-probabilities of samples ({sample, holder}) on devices [device, device + width)."""
+        await self._hand_out("inference", "logprobs", lease, device, samples, holders, width)
+
+    async def on_train(self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int) -> None:
+        """Accumulate the gradient of samples ({sample, holder, advantage, weight}) on devices [device, device + width)."""
+        await self._hand_out("training", "train", lease, device, samples, holders, width)
+
+    async def _hand_out(self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int) -> None:
+        found = await self._gather([(s["sample"], s["holder"]) for s in samples], holders)
+        payload = []
+        for item in samples:
+            trajectory = found[item["sample"]]
+            trajectory.advantage, trajectory.weight = item.get("advantage", 0.0), item.get("weight", 1.0)
+            if trajectory.old_logprobs is None and role == "training":
+                # No inference role in this job: the engine's own log-probabilities stand in.
+                trajectory.old_logprobs = trajectory.rollout_logprobs
+            payload.append(msgspec.to_builtins(trajectory, builtin_types=(bytes,)))
+        names = [self.supervisor.name_of(role, d) for d in range(device, device + width)]
+        self._leases[lease] = {"workers": set(names), "left": set(names), "found": found}
+        await asyncio.gather(*(self._call_worker(name, method, lease=lease, samples=payload) for name in names))
+
+    async def on_demonstrate(self, peer: str, lease: int, device: int, samples: list[dict], width: int) -> None:
+        """Accumulate the gradient of demonstrations ({prompt, response}) on devices [device, device + width)."""
+        payload = [msgspec.to_builtins(Trajectory(f"0:{lease}:{i}", s["prompt"], s["response"], b"", b""), builtin_types=(bytes,))
+                   for i, s in enumerate(samples)]
+        names = [self.supervisor.name_of("training", d) for d in range(device, device + width)]
+        self._leases[lease] = {"workers": set(names), "left": set(names), "found": {}}
+        await asyncio.gather(*(self._call_worker(name, "train", lease=lease, samples=payload) for name in names))
+
+    def _lease_done(self, peer: str, lease: int, event: str, data: dict) -> None:
+        """One worker of the lease is done; tell the controller when the last is (tensor parallel workers do the same work)."""
+        entry = self._leases.get(lease)
+        if entry is None:
+            return
+        entry["left"].discard(peer)
+        if entry["left"]:
+            return
+        del self._leases[lease]
+        if event == "scored":
+            for sample, trajectory in entry["found"].items():
+                trajectory.old_logprobs = data["logprobs"][sample]
+                trajectory.ref_logprobs = (data.get("ref_logprobs") or {}).get(sample)
+                self.store.put(trajectory)
+            data = {"stats": data.get("stats", {})}
+        self.controller.spawn(self.controller.emit("", event, lease=lease, **data))
+
+    async def _gather(self, wanted: list[tuple[str, str]], holders: dict[str, str]) -> dict[str, Trajectory]:
+        """Trajectories by sample, from here or from the nodes that hold them."""
+        by_holder: dict[str, list[str]] = defaultdict(list)
+        for sample, holder in wanted:
+            by_holder[holder].append(sample)
+
+        async def fetch(holder: str, samples: list[str]) -> list[Trajectory]:
+            if holder == self.node:
+                return self.store.get(samples)
+            answer = await self._peer(holders[holder]).call("", "fetch", timeout_s=FETCH_TIMEOUT_S, samples=samples)
+            return msgspec.convert(answer, list[Trajectory])
+
+        parts = await asyncio.gather(*(fetch(h, s) for h, s in by_holder.items()))
+        return {t.sample: t for part in parts for t in part}
+
+    def _peer(self, address: str) -> Link:
+        if address not in self._peers:
+            socket = self._context.socket(zmq.DEALER)
+            keys.as_client(socket, self._keys, self._keys.public)
+            socket.connect(address)
+            link = self._peers[address] = Link(socket, None, routed=False)
+            link.spawn(link.serve())
+        return self._peers[address]
+
+    async def on_forget(self, peer: str, iteration: int) -> None:
+        """Trajectories up to this iteration are trained; drop them."""
+        self.store.forget(iteration)
+        if self.verifier is not None:
+            self.verifier.forget_prompts()
+
+    # --- orders: weights and epochs
+
+    def version_dir(self, version: int) -> Path:
+        return self.staging / f"v{version}"
+
+    async def on_stage(self, peer: str, version: int, source: str, weights: bool) -> None:
+        """Make the staging directory of a version from a model directory on the shared file system.
+
+        Always the small files (configuration, tokenizer); the weights too if asked for.
+        """
+        target = self.version_dir(version)
+        target.mkdir(exist_ok=True)
+        for path in Path(source).iterdir():
+            if path.is_file() and (weights or path.suffix != ".safetensors"):
+                shutil.copyfile(path, target / path.name)
+
+    async def on_release(self, peer: str, keep: list[int]) -> None:
+        """Drop staged versions but those in `keep`."""
+        for path in self.staging.glob("v*"):
+            if int(path.name[1:]) not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+    async def on_vote(self, peer: str, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
+        return self.remapper.vote(epoch, ranks, ready, digest, timeout_s)
+
+    async def on_broadcast(self, peer: str, epoch: int, ranks: list[int], root: int, version: int, num_bytes: int, timeout_s: float) -> int:
+        """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32."""
+        return self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, timeout_s)
+
+
+class WorkerEvents:
+    """What role workers report."""
+
+    def __init__(self, agent: Agent):
+        self._agent = agent
+
+    def event_up(self, peer: str, role: str, pid: int) -> None:
+        worker = self._agent.supervisor.workers.get(peer)
+        if worker is not None and worker.process.pid == pid and not worker.up.done():
+            worker.up.set_result(None)
+
+    def event_finished(self, peer: str, sample: str, response: bytes, logprobs: bytes, finish: str, version: int, **_: Any) -> None:
+        self._agent.workers.spawn(self._agent._sample_finished(sample, response, logprobs, finish, version))
+
+    def event_figures(self, peer: str, **figures: Any) -> None:
+        self._agent.controller.spawn(self._agent.controller.emit("", "figures", worker=peer, **figures))
+
+    def event_trained(self, peer: str, lease: int, **data: Any) -> None:
+        self._agent._lease_done(peer, lease, "trained", data)
+
+    def event_scored(self, peer: str, lease: int, **data: Any) -> None:
+        self._agent._lease_done(peer, lease, "scored", data)
+
+
+class PeerRequests:
+    """What other agents may ask for."""
+
+    def __init__(self, store: Store):
+        self._store = store
+
+    async def on_fetch(self, peer: str, samples: list[str]) -> list[Trajectory]:
+        return self._store.get(samples)

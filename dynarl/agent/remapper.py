@@ -1,0 +1,127 @@
+"""MPI between agents, in short bounded phases only: votes, and the broadcast of staged weights.
+
+An idle agent never sits in an MPI call (MPI polls, and would burn a core): the controller first makes sure that every
+member is ready, then all members enter together. Collectives are started non-blocking and tested with a pause, up to a
+deadline, so a peer that does not come costs the phase and not the job. Only `Create_group` blocks; a watchdog ends the
+agent (and so the step, which the controller relaunches) should it never return.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+CHUNK_BYTES = 8 << 20
+CACHED_COMMUNICATORS = 16
+# Highest tag that MPI promises everywhere is 32767.
+TAG_SPACE = 32000
+
+
+class PhaseTimeout(RuntimeError):
+    """An MPI phase did not complete by its deadline."""
+
+
+class Remapper:
+    """Votes and broadcasts over communicators of an epoch's members. Ranks are world ranks."""
+
+    def __init__(self, world: MPI.Intracomm):
+        self._world = world
+        self._communicators: OrderedDict[tuple[int, ...], MPI.Intracomm] = OrderedDict()
+
+    def communicator(self, epoch: int, ranks: list[int]) -> tuple[MPI.Intracomm, bool]:
+        """The communicator of `ranks` (this rank among them) and whether it was built now.
+
+        Built by Create_group, which only the members call, and kept for the next epoch with the same members.
+        """
+        key = tuple(sorted(ranks))
+        if key in self._communicators:
+            self._communicators.move_to_end(key)
+            return self._communicators[key], False
+        world_group = self._world.Get_group()
+        group = world_group.Incl(key)
+        with _watchdog(60.0, f"MPI Create_group of ranks {list(key)} (epoch {epoch})"):
+            communicator = self._world.Create_group(group, tag=epoch % TAG_SPACE)
+        group.Free()
+        world_group.Free()
+        self._communicators[key] = communicator
+        # Every member sees the same sequence of epochs for this key only, so freeing is local (MPI_Comm_free of a
+        # communicator with no pending traffic is collective in name; members reach the same limit at the same epoch
+        # when they share all epochs, otherwise we keep it).
+        return communicator, True
+
+    def vote(self, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
+        """All members say whether they are ready and which digest they computed (an unsigned 32-bit number).
+
+        Returns {"agreed", "ready", "same_digest", "built"}; `agreed` only if all are ready with one digest.
+        """
+        communicator, built = self.communicator(epoch, ranks)
+        mine = np.array([int(ready), digest, -digest], dtype=np.int64)
+        least = np.empty_like(mine)
+        request = communicator.Iallreduce(mine, least, op=MPI.MIN)
+        _complete(request, timeout_s, f"vote of epoch {epoch}")
+        all_ready, same = bool(least[0]), int(least[1]) == -int(least[2])
+        return {"agreed": all_ready and same, "ready": all_ready, "same_digest": same, "built": built}
+
+    def broadcast(self, epoch: int, ranks: list[int], root: int, path: Path, num_bytes: int, timeout_s: float) -> int:
+        """Copy the root's file `path` to every member's `path`. Returns the CRC-32 of what lies there now.
+
+        The file appears under its name only when it is complete. Memory: one chunk of CHUNK_BYTES.
+        """
+        communicator, _ = self.communicator(epoch, ranks)
+        is_root = self._world.Get_rank() == root
+        root_rank = sorted(ranks).index(root)
+        checksum, left = 0, num_bytes
+        buffer = bytearray(min(CHUNK_BYTES, max(1, num_bytes)))
+        part = path.with_suffix(".part")
+        deadline = time.monotonic() + timeout_s
+        with (path if is_root else part).open("rb" if is_root else "wb") as file:
+            while left:
+                view = memoryview(buffer)[: min(left, CHUNK_BYTES)]
+                if is_root and file.readinto(view) != len(view):
+                    raise RuntimeError(f"{path} ended {left} bytes early: it must not change while it is sent")
+                request = communicator.Ibcast([view, MPI.BYTE], root=root_rank)
+                _complete(request, deadline - time.monotonic(), f"broadcast of {path.name}")
+                if not is_root:
+                    file.write(view)
+                checksum = zlib.crc32(view, checksum)
+                left -= len(view)
+        if not is_root:
+            os.replace(part, path)
+        return checksum
+
+
+def _complete(request: MPI.Request, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.0001
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise PhaseTimeout(f"{what} did not complete within {timeout_s:.1f} s")
+        time.sleep(pause_s)
+        pause_s = min(0.002, pause_s * 1.5)
+
+
+class _watchdog:
+    """Ends the process with a message when the block inside takes longer than `timeout_s`."""
+
+    def __init__(self, timeout_s: float, what: str):
+        self._timer = threading.Timer(timeout_s, self._expire, [f"{what} did not return within {timeout_s:g} s"])
+        self._timer.daemon = True
+
+    @staticmethod
+    def _expire(message: str) -> None:
+        print(f"dynarl agent: {message}; ending this rank so that the step can be started again", file=sys.stderr, flush=True)
+        os._exit(70)
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()

@@ -1,0 +1,119 @@
+"""Which node does what next: pure functions of what is seen now.
+
+The rule, in three lines:
+- Rollout keeps as many nodes as its live requests fill at `threshold` requests per node (at least `min_rollout_nodes`
+  while requests live); the nodes with the fewest requests leave first, because they have the least to hand over.
+- The other nodes share inference and training in proportion to the work that is left for each; a node changes only when
+  its present role has nothing to hand out and the other has.
+- Nobody returns to rollout before the next iteration: on-policy data for it does not exist before the weights do.
+
+Static jobs use the same code with an empty set of choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dynarl.config.schema import Policy
+
+ROLES = ("rollout", "inference", "training")
+
+# A training step is forward and backward, inference is forward only: 3 to 1 in floating-point operations.
+TRAINING_COST, INFERENCE_COST = 3.0, 1.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What the decision sees. Group counts are of the running iteration (or minibatch).
+
+    roles: active role of each node; may: roles each node can take; running: live requests on each rollout node;
+    needs_scoring: the inference role recomputes old log-probabilities in this job.
+    """
+
+    roles: dict[str, str]
+    may: dict[str, frozenset[str]]
+    running: dict[str, int] = field(default_factory=dict)
+    waiting: int = 0
+    generating: int = 0
+    needs_scoring: bool = True
+    to_score: int = 0
+    scoring: int = 0
+    to_train: int = 0
+    training: int = 0
+
+
+def capabilities(policy: Policy, home: dict[str, str]) -> dict[str, frozenset[str]]:
+    """The roles that each node may take under `policy`, from its home role."""
+    if policy.name == "static":
+        return {node: frozenset({role}) for node, role in home.items()}
+    if policy.name == "colocated":
+        return {node: frozenset(ROLES) for node in home}
+    lent = {"rollout"} if policy.lend_owners else set()
+    extra = {"rollout": {"inference", "training"} if policy.lend_owners else {"training"}, "inference": {"training"} | lent, "training": lent}
+    return {node: frozenset({role} | extra[role]) for node, role in home.items()}
+
+
+def start_roles(policy: Policy, home: dict[str, str]) -> dict[str, str]:
+    """The roles at the start of an iteration."""
+    everyone_generates = policy.name == "colocated" or (policy.name == "threshold" and policy.lend_owners)
+    return {node: "rollout" if everyone_generates else role for node, role in home.items()}
+
+
+def decide(policy: Policy, view: View) -> dict[str, str]:
+    """The moves wanted now: {node: new role}. Empty: stay."""
+    moves = _leave_rollout(policy, view)
+    if not moves:
+        moves = _balance(view)
+    return moves
+
+
+def _leave_rollout(policy: Policy, view: View) -> dict[str, str]:
+    generators = [node for node, role in view.roles.items() if role == "rollout"]
+    movable = [node for node in generators if len(view.may[node]) > 1]
+    live = view.waiting + sum(view.running.values())
+    if policy.name == "colocated":
+        keep = len(generators) if live else 0
+    else:
+        keep = max(policy.min_rollout_nodes, -(-live // policy.threshold)) if live else 0
+    surplus = min(len(generators) - keep, len(movable))
+    if surplus <= 0:
+        return {}
+    leavers = sorted(movable, key=lambda node: (view.running.get(node, 0), node))[:surplus]
+    moves: dict[str, str] = {}
+    for node in leavers:
+        role = _neediest({**view.roles, **moves}, view, view.may[node] - {"rollout"})
+        if role is not None:
+            moves[node] = role
+    return moves
+
+
+def _neediest(roles: dict[str, str], view: View, choices: frozenset[str]) -> str | None:
+    """The role with the most work left per node that has it, among `choices`; None when there is no work at all."""
+    work = {
+        "inference": INFERENCE_COST * (view.to_score + view.scoring + view.generating),
+        "training": TRAINING_COST * (view.to_train + view.training + view.to_score + view.scoring + view.generating),
+    }
+    if not view.needs_scoring:
+        work["inference"] = 0.0
+    # Training cannot begin before something is scored: a first scorer comes before a second trainer.
+    if "inference" in choices and view.to_score and not view.to_train and not any(r == "inference" for r in roles.values()):
+        return "inference"
+    have = {role: sum(r == role for r in roles.values()) for role in work}
+    candidates = [role for role in choices if work.get(role, 0.0) > 0]
+    return max(candidates, key=lambda role: (work[role] / (have[role] + 0.5), role), default=None)
+
+
+def _balance(view: View) -> dict[str, str]:
+    """Move at most one idle node between inference and training, to where work waits."""
+    idle_scorers = view.to_score == 0 and view.scoring == 0
+    idle_trainers = view.to_train == 0 and view.training == 0
+    for node, role in sorted(view.roles.items()):
+        others = sum(r == role for n, r in view.roles.items() if n != node)
+        if role == "inference" and "training" in view.may[node] and idle_scorers and view.to_train + view.training > 0:
+            # The last scorer stays while answers are still being generated, unless every generator could replace it.
+            if view.generating == 0 or others:
+                return {node: "training"}
+        if role == "training" and "inference" in view.may[node] and idle_trainers and view.to_score > 0 \
+                and not any(r == "inference" for r in view.roles.values()):
+            return {node: "inference"}
+    return {}
