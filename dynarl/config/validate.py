@@ -1,0 +1,178 @@
+"""Rules that span several settings. Each message names the keys, shows the arithmetic and says what would be right."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynarl.config.schema import Config
+from dynarl.errors import ConfigError
+from dynarl.slurm import environ, timelimit
+
+# The time limit of a job may be signalled up to a minute early (Slurm checks once a minute).
+SIGNAL_SLACK_S = 60
+
+# Options that are computed from other settings; given twice, the outcome would depend on their order.
+COMPUTED_SBATCH = {"-N": "cluster.nodes", "--nodes": "cluster.nodes", "-t": "cluster.time", "--time": "cluster.time",
+                   "-p": "cluster.partition", "--partition": "cluster.partition", "-A": "cluster.account",
+                   "--account": "cluster.account", "-q": "cluster.qos", "--qos": "cluster.qos", "-J": "run.name",
+                   "--job-name": "run.name", "--signal": "cluster.signal_before_s", "--requeue": "cluster.requeue",
+                   "--no-requeue": "cluster.requeue", "--gpus-per-node": "cluster.devices_per_node"}
+COMPUTED_SRUN = {"-N": "cluster.nodes", "--nodes": "cluster.nodes", "-n": "cluster.nodes", "--ntasks": "cluster.nodes",
+                 "--ntasks-per-node": "the agent", "-w": "split", "--nodelist": "split", "--mpi": "cluster.mpi",
+                 "--export": "cluster.env", "--output": "the run directory", "-o": "the run directory",
+                 "-c": "cluster.cpus_per_node", "--cpus-per-task": "cluster.cpus_per_node",
+                 "--gpus-per-node": "cluster.devices_per_node"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rules need to know of the model."""
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    ffn_size: int
+    max_position: int
+    source: str
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError with every fault found, one per line."""
+    faults = [*_nodes(config), *_time(config), *_policy(config), *_model(config), *_batches(config), *_options(config)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def check_allocation(config: Config, num_nodes: int) -> None:
+    """Raise ConfigError where the job holds another number of nodes than the configuration is made for."""
+    if num_nodes != config.cluster.nodes:
+        raise ConfigError(
+            f"the allocation has {num_nodes} node{'s' * (num_nodes != 1)}, the configuration needs cluster.nodes = {config.cluster.nodes}. "
+            f"Submit with `dynarl submit` or `sbatch --nodes={config.cluster.nodes}`, or change cluster.nodes and split")
+
+
+def _nodes(config: Config) -> Iterator[str]:
+    split, nodes = config.split, config.cluster.nodes
+    total = split.rollout + split.inference + split.training
+    if total != nodes:
+        yield (f"split: rollout {split.rollout} + inference {split.inference} + training {split.training} = {total}, "
+               f"but cluster.nodes = {nodes}")
+    cpus = config.cluster.cpus_per_node
+    if cpus is not None and cpus < 1:
+        yield f"cluster.cpus_per_node = {cpus}: must be 1 or more, or null for all of the allocation"
+
+
+def _time(config: Config) -> Iterator[str]:
+    try:
+        limit_s = timelimit.seconds(config.cluster.time)
+    except timelimit.TimeLimitError as error:
+        yield f"cluster.time: {error}"
+        return
+    if limit_s is None:
+        yield "cluster.time has no limit: give one, so that Slurm can plan and the job can save itself in time"
+        return
+    before_s = config.cluster.signal_before_s
+    if before_s + SIGNAL_SLACK_S >= limit_s:
+        yield (f"cluster.signal_before_s = {before_s} s (plus {SIGNAL_SLACK_S} s by which Slurm may be early) leaves nothing of "
+               f"cluster.time = {config.cluster.time} ({limit_s} s)")
+    if before_s > 65535:
+        yield f"cluster.signal_before_s = {before_s}: Slurm takes at most 65535"
+
+
+def _policy(config: Config) -> Iterator[str]:
+    policy, split = config.policy, config.split
+    if policy.name == "colocated":
+        return
+    if split.rollout == 0:
+        hint = ("one node can only take all roles in turn: set policy.name to colocated" if config.cluster.nodes == 1
+                else "give split.rollout at least one node, or set policy.name to colocated")
+        yield f"split.rollout = 0 with policy.name = {policy.name}: nobody would generate; {hint}"
+    elif policy.name == "threshold" and policy.min_rollout_nodes > split.rollout:
+        yield (f"policy.min_rollout_nodes = {policy.min_rollout_nodes} is more than split.rollout = {split.rollout}: "
+               "no node could ever leave")
+
+
+def _model(config: Config) -> Iterator[str]:
+    tp, devices = config.training.tp, config.cluster.devices_per_node
+    if devices % tp:
+        yield f"training.tp = {tp} does not divide cluster.devices_per_node = {devices}: a tensor-parallel group stays inside a node"
+    try:
+        shape = _shape(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    where = shape.source
+    if shape.hidden_size % shape.heads:
+        yield f"{where}.hidden_size = {shape.hidden_size} is not divisible by {where}.heads = {shape.heads}"
+    if shape.heads % shape.kv_heads:
+        yield f"{where}.heads = {shape.heads} is not divisible by {where}.kv_heads = {shape.kv_heads}"
+    for name, size in (("heads", shape.heads), ("ffn_size", shape.ffn_size)):
+        if size % tp:
+            yield f"{where}.{name} = {size} is not divisible by training.tp = {tp}"
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        yield f"{where}.kv_heads = {shape.kv_heads} is neither a multiple nor a divisor of training.tp = {tp}"
+    prompt, response = config.algorithm.max_prompt_tokens, config.algorithm.max_response_tokens
+    if prompt + response > shape.max_position:
+        yield (f"algorithm.max_prompt_tokens {prompt} + algorithm.max_response_tokens {response} = {prompt + response} tokens, "
+               f"but {where}.max_position = {shape.max_position}")
+
+
+def _shape(config: Config) -> Shape:
+    model = config.model
+    if model.path is None:
+        return Shape(model.hidden_size, model.heads, model.kv_heads, model.ffn_size, model.max_position, "model")
+    file = Path(model.path).expanduser() / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        heads = found["num_attention_heads"]
+        return Shape(found["hidden_size"], heads, found.get("num_key_value_heads") or heads, found["intermediate_size"],
+                     found["max_position_embeddings"], "model.path")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {model.path}: cannot read {file}: {error}") from None
+    except KeyError as error:
+        raise ConfigError(f"model.path = {model.path}: {file} has no {error}") from None
+
+
+def _batches(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    samples = algorithm.prompts_per_step * algorithm.group_size
+    if samples % algorithm.minibatches:
+        yield (f"algorithm.prompts_per_step {algorithm.prompts_per_step} x group_size {algorithm.group_size} = {samples} samples "
+               f"do not divide into algorithm.minibatches = {algorithm.minibatches} ({samples / algorithm.minibatches:.2f} each)")
+    if algorithm.prompts_per_step > config.task.train_size:
+        yield f"algorithm.prompts_per_step = {algorithm.prompts_per_step} is more than task.train_size = {config.task.train_size}"
+    longest = algorithm.max_prompt_tokens + algorithm.max_response_tokens
+    for name, limit in (("training", config.training.max_tokens_per_micro_batch),
+                        ("inference", config.inference.max_tokens_per_micro_batch)):
+        if longest > limit:
+            yield (f"{name}.max_tokens_per_micro_batch = {limit} does not hold one sample of {algorithm.max_prompt_tokens} + "
+                   f"{algorithm.max_response_tokens} = {longest} tokens")
+    for path, value in (("algorithm.temperature", algorithm.temperature), ("training.lr", config.training.lr),
+                        ("algorithm.kl_loss_coef", algorithm.kl_loss_coef)):
+        if not math.isfinite(value):
+            yield f"{path} = {value}: must be a finite number"
+
+
+def _options(config: Config) -> Iterator[str]:
+    for key, options, computed in (("cluster.sbatch_args", config.cluster.sbatch_args, COMPUTED_SBATCH),
+                                   ("cluster.srun_args", config.cluster.srun_args, COMPUTED_SRUN)):
+        for option in options:
+            name = option.split("=")[0] if option.startswith("--") else option[:2]
+            if not option.startswith("-") or option == "--":
+                yield f"{key}: {option!r} does not begin with '-'; write an option and its value as one item, such as --constraint=a100"
+            elif name in computed:
+                yield f"{key}: {option!r} is set by dynarl from {computed[name]}"
+    for name in config.cluster.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield f"cluster.env: {name!r} is not the name of an environment variable"
+        elif environ.is_secret(name):
+            yield (f"cluster.env.{name} looks like a secret, and the configuration is kept in the run directory. Leave it out and "
+                   "export it in the shell that you submit from: Slurm hands it on")
+    scratch = config.cluster.scratch
+    if scratch is not None and len(scratch) > 60:
+        yield f"cluster.scratch = {scratch!r} is {len(scratch)} characters long; socket paths below it must stay under 108, so at most 60"
