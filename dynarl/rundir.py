@@ -23,12 +23,14 @@ import shutil
 import time
 from pathlib import Path
 
+from dynarl.errors import NotFoundError
+
 ENV_ROOT = "DYNARL_RUNS"
 COMPLETE = "COMPLETE"
 RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*-\d{8}-\d{6}(-\d+)?$")
 
 
-class RunNotFound(LookupError):
+class RunNotFound(NotFoundError):
     """No run, or more than one, goes by this name. The message lists the near ones."""
 
 

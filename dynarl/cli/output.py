@@ -14,32 +14,39 @@ from typing import IO, TYPE_CHECKING, Any, Callable
 import click
 import msgspec
 
+from dynarl.errors import DynarlError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
 PIPED_WIDTH = 100
 
-OK, FAILED, USAGE, BAD_CONFIG, NO_SLURM, NOT_FOUND, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
+
+class Command(click.Command):
+    """A command whose DynarlErrors are shown as its `-o` asks, and end it with their exit code."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except DynarlError as error:
+            raise Shown(error, as_json=context.params.get("output_format") == "json") from error
 
 
-class CliError(click.ClickException):
-    """An error for a person: what was wrong, and `hint`: what to do next. Ends the command with `exit_code`."""
+class Shown(click.ClickException):
+    """A DynarlError on its way out through click: one line on stderr, or an object on stdout."""
 
-    def __init__(self, message: str, exit_code: int = FAILED, hint: str | None = None):
-        super().__init__(message)
-        self.exit_code = exit_code
-        self.hint = hint
-        context = click.get_current_context(silent=True)
-        self.as_json = context is not None and context.params.get("output_format") == "json"
+    def __init__(self, error: DynarlError, as_json: bool):
+        super().__init__(str(error))
+        self.exit_code = error.exit_code
+        self.kind = type(error).__name__
+        self.as_json = as_json
 
     def show(self, file: IO[Any] | None = None) -> None:
         if self.as_json:
-            print_json({"error": {"message": self.message, "hint": self.hint, "exit_code": self.exit_code}})
-            return
-        click.echo(f"error: {self.message}", err=True)
-        if self.hint:
-            click.echo(f"  {self.hint}", err=True)
+            print_json({"error": {"kind": self.kind, "message": self.message, "exit_code": self.exit_code}})
+        else:
+            note(f"error: {self.message}")
 
 
 def format_option(*formats: str, default: str | None = "table") -> Callable:
@@ -107,7 +114,7 @@ def duration(seconds: float | None) -> str:
     """For people: `0.4s`, `12s`, `3m05s`, `2h07m`; "-" when unknown."""
     if seconds is None:
         return "-"
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
     if whole < 60:

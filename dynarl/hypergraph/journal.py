@@ -25,6 +25,7 @@ from typing import Any, Iterator
 
 import msgspec
 
+from dynarl.errors import DynarlError
 from dynarl.lines import LineReader
 
 Record = dict[str, Any]
@@ -33,7 +34,7 @@ RESERVED = frozenset({"seq", "t", "type", "owner", "crc"})
 _CRC = re.compile(rb',"crc":(\d{1,10})}\n$')
 
 
-class JournalTaken(RuntimeError):
+class JournalTaken(DynarlError):
     """Another writer has taken the journal over: whoever gets this must stop acting for the run."""
 
 

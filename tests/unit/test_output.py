@@ -1,0 +1,63 @@
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dynarl.cli import output
+from dynarl.errors import NotFoundError
+
+
+@click.command(cls=output.Command)
+@output.format_option()
+@click.option("--fail", is_flag=True)
+def command(output_format, fail):
+    if fail:
+        raise NotFoundError("no run 'x'; near: y")
+    if output_format == "json":
+        output.print_json({"loss": float("nan"), "name": "é"})
+    else:
+        table = output.table("name", ">loss")
+        table.add_row("é", "1")
+        output.console().print(table)
+
+
+def invoke(*args, **env):
+    return CliRunner().invoke(command, args, env=env)
+
+
+def test_json_has_a_schema_number_and_no_bare_nan():
+    assert json.loads(invoke("-o", "json").stdout) == {"schema": 1, "loss": None, "name": "é"}
+
+
+def test_the_environment_chooses_the_format_and_the_option_wins():
+    assert invoke(DYNARL_OUTPUT="json").stdout.startswith("{")
+    assert "name" in invoke("-o", "table", DYNARL_OUTPUT="json").stdout
+    assert "name" in invoke(DYNARL_OUTPUT="unheard-of").stdout
+
+
+def test_an_error_is_one_line_on_stderr_and_its_exit_code():
+    result = invoke("--fail")
+    assert (result.exit_code, result.stdout, result.stderr) == (5, "", "error: no run 'x'; near: y\n")
+
+
+def test_an_error_in_json_mode_is_an_object_on_stdout_and_its_exit_code():
+    result = invoke("--fail", "-o", "json")
+    assert result.exit_code == 5
+    assert json.loads(result.stdout)["error"] == {"kind": "NotFoundError", "message": "no run 'x'; near: y", "exit_code": 5}
+
+
+def test_a_pipe_gets_no_colour_codes():
+    assert "\x1b" not in invoke().stdout
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(None, "-"), (0.04, "0.0s"), (9.96, "10s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m")]
+)
+def test_durations_are_short(seconds, text):
+    assert output.duration(seconds) == text
+
+
+def test_times_are_iso_8601_in_utc():
+    assert output.iso_time(1_700_000_000.25) == "2023-11-14T22:13:20.250Z"
+    assert output.iso_time(None) is None
