@@ -13,9 +13,6 @@ from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
 from dynarl.slurm import environ, timelimit
 
-# The time limit of a job may be signalled up to a minute early (Slurm checks once a minute).
-SIGNAL_SLACK_S = 60
-
 # Options that are computed from other settings; given twice, the outcome would depend on their order.
 COMPUTED_SBATCH = {"-N": "cluster.nodes", "--nodes": "cluster.nodes", "-t": "cluster.time", "--time": "cluster.time",
                    "-p": "cluster.partition", "--partition": "cluster.partition", "-A": "cluster.account",
@@ -77,9 +74,9 @@ def _time(config: Config) -> Iterator[str]:
         yield "cluster.time has no limit: give one, so that Slurm can plan and the job can save itself in time"
         return
     before_s = config.cluster.signal_before_s
-    if before_s + SIGNAL_SLACK_S >= limit_s:
-        yield (f"cluster.signal_before_s = {before_s} s (plus {SIGNAL_SLACK_S} s by which Slurm may be early) leaves nothing of "
-               f"cluster.time = {config.cluster.time} ({limit_s} s)")
+    if before_s >= limit_s:
+        yield (f"cluster.signal_before_s = {before_s} s leaves nothing of cluster.time = {config.cluster.time} ({limit_s} s; "
+               "Slurm may signal up to a minute early)")
     if before_s > 65535:
         yield f"cluster.signal_before_s = {before_s}: Slurm takes at most 65535"
 
@@ -162,10 +159,10 @@ def _options(config: Config) -> Iterator[str]:
     for key, options, computed in (("cluster.sbatch_args", config.cluster.sbatch_args, COMPUTED_SBATCH),
                                    ("cluster.srun_args", config.cluster.srun_args, COMPUTED_SRUN)):
         for option in options:
-            name = option.split("=")[0] if option.startswith("--") else option[:2]
-            if not option.startswith("-") or option == "--":
-                yield f"{key}: {option!r} does not begin with '-'; write an option and its value as one item, such as --constraint=a100"
-            elif name in computed:
+            match = re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=.*)?|(-[A-Za-z]).*", option, re.DOTALL)
+            if match is None:
+                yield f"{key}: {option!r} is not an option; write it and its value as one item, such as --constraint=a100"
+            elif (name := match[1] or match[2]) in computed:
                 yield f"{key}: {option!r} is set by dynarl from {computed[name]}"
     for name in config.cluster.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
