@@ -1,0 +1,136 @@
+"""What a rollout engine is: the one interface behind which the in-process engine and SGLang stand.
+
+Life of a request::
+
+    submit -> waiting -> running -> step() returns it once, finish "stop" or "length"
+                 \\          \\
+                  +----------+-> abort() returns it once, finish "abort": a partial answer
+
+A partial answer (its tokens and log-probabilities) is all that another engine needs to go on with it: it is submitted
+there as a request whose `response` is not empty. Keys and values are computed again, so no cache ever travels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import msgspec
+
+from dynarl import wire
+
+STOP = "stop"
+LENGTH = "length"
+ABORT = "abort"
+
+
+class Request(msgspec.Struct):
+    """One answer to be sampled, or gone on with.
+
+    prompt, response: int32 token ids; logprobs: float32, one per token of `response` (what was sampled so far, empty
+    for a fresh request). max_response_tokens counts the tokens of `response` too. temperature 0 is greedy.
+    Token i of the answer depends on the logits and on (seed, sample, i) alone.
+    """
+
+    sample: str
+    prompt: bytes
+    max_response_tokens: int
+    response: bytes = b""
+    logprobs: bytes = b""
+    temperature: float = 1.0
+    seed: int = 0
+
+
+class Output(msgspec.Struct):
+    """An answer, whole ("stop": it ends with an end-of-sequence token; "length") or partial ("abort").
+
+    logprobs: of each token under softmax(logits / temperature), of the plain softmax where temperature is 0.
+    version: of the weights that sampled the last token here; start_version: the first. Both are the engine's version
+    when it sampled nothing.
+    """
+
+    sample: str
+    response: bytes
+    logprobs: bytes
+    finish: str
+    version: int
+    start_version: int
+
+
+class Figures(msgspec.Struct):
+    """Load of an engine. tokens: sampled since it was made. kv_total_tokens: what the KV memory holds at most."""
+
+    running: int
+    waiting: int
+    tokens: int
+    kv_used_tokens: int
+    kv_total_tokens: int
+
+
+class Engine(ABC):
+    """Samples answers with one copy of the model. Single-threaded: its owner calls one method at a time."""
+
+    version: int = -1
+
+    @abstractmethod
+    def load(self, model_dir: str, version: int) -> None:
+        """Take the weights of a Hugging Face directory, in place, and drop everything cached under the old ones.
+
+        Requests that are here go on under the new weights. Raises ValueError when the directory holds another model.
+        """
+
+    @abstractmethod
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests. Raises ValueError, and queues none of them, when one is not acceptable."""
+
+    @abstractmethod
+    def step(self) -> list[Output]:
+        """Go on for one decode step, or for a few milliseconds where the engine runs by itself. Returns what finished."""
+
+    @abstractmethod
+    def abort(self, samples: list[str] | None = None) -> list[Output]:
+        """Take requests out (None: all). Samples that are not here are ignored.
+
+        An engine that runs by itself may have finished one meanwhile: that one is returned with "stop" or "length".
+        """
+
+    @abstractmethod
+    def figures(self) -> Figures: ...
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the KV memory back. Raises RuntimeError while there are requests."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Take the memory again; a second call does nothing."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    def close(self) -> None:
+        """End what belongs to the engine."""
+
+
+def check_request(request: Request, known: set[str] | dict, vocab_size: int, max_tokens: int) -> None:
+    """Raise ValueError, naming the sample, when no engine could serve this request.
+
+    known: samples that are in the engine; max_tokens: positions of the model.
+    """
+    name = request.sample
+    if name in known:
+        raise ValueError(f"sample {name!r} is in this engine already")
+    prompt = wire.unpack_ids(request.prompt)
+    if not prompt:
+        raise ValueError(f"sample {name!r} has an empty prompt")
+    if len(prompt) >= max_tokens:
+        raise ValueError(f"sample {name!r}: a prompt of {len(prompt)} tokens leaves no room in {max_tokens} positions")
+    if len(request.response) != len(request.logprobs):
+        raise ValueError(
+            f"sample {name!r}: {len(request.response) // 4} response tokens but {len(request.logprobs) // 4} log-probabilities"
+        )
+    for token in (*prompt, *wire.unpack_ids(request.response)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"sample {name!r}: token {token} is not in a vocabulary of {vocab_size}")
+    if request.temperature < 0:
+        raise ValueError(f"sample {name!r}: temperature {request.temperature} is negative")

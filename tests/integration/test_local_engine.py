@@ -1,0 +1,278 @@
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tiny_model import write_model  # noqa: E402
+from worker_harness import Harness  # noqa: E402
+
+from dynarl import wire  # noqa: E402
+from dynarl.roles.rollout.engine import Request  # noqa: E402
+from dynarl.roles.rollout.local_engine import LocalEngine  # noqa: E402
+
+PROMPTS = [[5 + i, 7, 3 + 2 * i, 11, 2] + [1 + i] * i for i in range(9)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [write_model(str(root / f"v{seed}"), seed=seed, eos=None) for seed in (0, 1)]
+
+
+def request(index, tokens=40, **fields):
+    return Request(f"0:{index}:0", wire.pack_ids(PROMPTS[index]), tokens, seed=3, **fields)
+
+
+def run(engine, requests=()):
+    engine.submit(list(requests))
+    outputs = {}
+    while engine.busy():
+        outputs.update((output.sample, output) for output in engine.step())
+    return outputs
+
+
+def assert_same(a, b):
+    assert wire.unpack_ids(a.response) == wire.unpack_ids(b.response)
+    assert wire.unpack_floats(a.logprobs) == pytest.approx(wire.unpack_floats(b.logprobs), abs=1e-5)
+
+
+def reference_logits(model_dir, tokens):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("family, tied", [("Qwen2ForCausalLM", True), ("LlamaForCausalLM", False), ("Qwen3ForCausalLM", True)])
+def test_prefill_and_decode_agree_with_transformers(tmp_path, family, tied):
+    model_dir = write_model(str(tmp_path), seed=4, family=family, tied=tied, eos=None)
+    outputs = run(LocalEngine(model_dir, 0), [request(0), request(4, temperature=0.0), request(8, temperature=0.7)])
+    for index, temperature in ((0, 1.0), (4, 1.0), (8, 0.7)):
+        output = outputs[f"0:{index}:0"]
+        answer = wire.unpack_ids(output.response)
+        assert len(answer) == 40
+        logits = reference_logits(model_dir, PROMPTS[index] + answer)[len(PROMPTS[index]) - 1 : -1]
+        wanted = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert wire.unpack_floats(output.logprobs) == pytest.approx(wanted.tolist(), abs=1e-5)
+        if index == 4:
+            assert answer == logits.argmax(-1).tolist()
+
+
+def test_a_sample_is_the_same_alone_in_a_batch_and_over_three_engines(models):
+    alone = run(LocalEngine(models[0], 0), [request(8)])["0:8:0"]
+    # More requests than rows: this one waits, joins late, and changes rows when others leave.
+    lengths = (3, 30, 11, 25, 2, 40, 8, 17)
+    crowd = run(LocalEngine(models[0], 0, max_running=4), [request(i, n) for i, n in enumerate(lengths)] + [request(8)])
+    assert [len(crowd[f"0:{i}:0"].response) // 4 for i in range(8)] == list(lengths)
+    assert_same(crowd["0:8:0"], alone)
+
+    partial = {}
+    for index, steps in ((0, 1), (5, 17), (2, 9)):
+        engine = LocalEngine(models[0], 0, max_running=2)
+        engine.submit([request(index), request(8, response=partial.get("response", b""), logprobs=partial.get("logprobs", b""))])
+        for _ in range(steps):
+            engine.step()
+        (output,) = engine.abort(["0:8:0"])
+        assert output.finish == "abort"
+        assert len(output.response) == len(partial.get("response", b"")) + 4 * steps
+        partial = {"response": output.response, "logprobs": output.logprobs}
+        run(engine)
+    assert_same(run(LocalEngine(models[0], 0), [request(8, **partial)])["0:8:0"], alone)
+
+
+def test_the_seed_and_the_sample_change_the_answer(models):
+    first = Request("0:0:0", wire.pack_ids(PROMPTS[0]), 40, seed=3)
+    outputs = [
+        run(LocalEngine(models[0], 0), [r])[r.sample].response
+        for r in (first, Request("0:0:1", first.prompt, 40, seed=3), Request("0:0:0", first.prompt, 40, seed=4))
+    ]
+    assert len(set(outputs)) == 3
+
+
+def test_an_answer_ends_with_the_end_token_or_at_its_limit(models, tmp_path):
+    whole = wire.unpack_ids(run(LocalEngine(models[0], 0), [request(1)])["0:1:0"].response)
+    end = next(token for token in whole[5:] if token not in whole[:5])
+    engine = LocalEngine(write_model(str(tmp_path), seed=0, eos=end), 0)
+    output = run(engine, [request(1)])["0:1:0"]
+    assert output.finish == "stop"
+    assert wire.unpack_ids(output.response) == whole[: whole.index(end) + 1]
+    assert run(engine, [request(1, 4)])["0:1:0"].finish == "length"
+    # A partial answer that has ended already is returned as it is.
+    again = run(engine, [request(1, response=output.response, logprobs=output.logprobs)])["0:1:0"]
+    assert (again.finish, again.response, again.logprobs) == ("stop", output.response, output.logprobs)
+
+
+def test_the_positions_of_the_model_are_a_limit(models):
+    engine = LocalEngine(models[0], 0)
+    output = run(engine, [request(0, 10_000)])["0:0:0"]
+    assert output.finish == "length"
+    assert len(output.response) // 4 + len(PROMPTS[0]) == 256
+
+
+def test_abort_returns_running_and_waiting_requests_once(models):
+    engine = LocalEngine(models[0], 7, max_running=2)
+    came = wire.pack_ids([4, 4]), wire.pack_floats([-1.0, -2.0])
+    engine.submit([request(0), request(1), request(2), request(3, response=came[0], logprobs=came[1])])
+    engine.step()
+    engine.step()
+    outputs = {output.sample: output for output in engine.abort()}
+    assert {sample: len(output.response) // 4 for sample, output in outputs.items()} == {"0:0:0": 2, "0:1:0": 2, "0:2:0": 0, "0:3:0": 2}
+    assert (outputs["0:3:0"].response, outputs["0:3:0"].logprobs) == came
+    assert {(output.finish, output.version) for output in outputs.values()} == {("abort", 7)}
+    assert not engine.busy() and engine.step() == [] and engine.abort() == []
+    run(engine, [request(0)])
+
+
+def test_members_of_a_group_share_one_prefill(models):
+    engine = LocalEngine(models[0], 0)
+    seen = []
+    forward = engine._decoder.forward
+    engine._decoder.forward = lambda tokens, *args: seen.append(len(tokens)) or forward(tokens, *args)
+    group = [Request(f"0:5:{member}", wire.pack_ids(PROMPTS[5]), 12, seed=3) for member in range(6)]
+    outputs = run(engine, group)
+    assert seen == [len(PROMPTS[5])] + [6] * 11
+    assert len({output.response for output in outputs.values()}) == 6
+    assert_same(outputs["0:5:4"], run(LocalEngine(models[0], 0), group[4:5])["0:5:4"])
+
+
+def test_load_updates_weights_in_place_and_requests_go_on_under_them(models):
+    engine = LocalEngine(models[0], 1)
+    before = {name: tensor.data_ptr() for name, tensor in engine._decoder._views().items()}
+    engine.submit([request(0), request(1, 6)])
+    for _ in range(5):
+        engine.step()
+    engine.load(models[1], 2)
+    assert {name: tensor.data_ptr() for name, tensor in engine._decoder._views().items()} == before
+    outputs = run(engine)
+    answer, logprobs = wire.unpack_ids(outputs["0:0:0"].response), wire.unpack_floats(outputs["0:0:0"].logprobs)
+    assert (outputs["0:0:0"].start_version, outputs["0:0:0"].version) == (1, 2)
+    start = len(PROMPTS[0]) - 1
+    for model, part in ((models[0], slice(0, 5)), (models[1], slice(5, 40))):
+        logits = torch.log_softmax(reference_logits(model, PROMPTS[0] + answer), -1)[start:]
+        wanted = [logits[i, answer[i]].item() for i in range(part.start, part.stop)]
+        assert logprobs[part] == pytest.approx(wanted, abs=1e-5)
+    assert_same(run(engine, [request(2)])["0:2:0"], run(LocalEngine(models[1], 2), [request(2)])["0:2:0"])
+
+
+def test_weights_of_another_model_are_refused_and_nothing_is_overwritten(models, tmp_path):
+    engine = LocalEngine(models[0], 0)
+    wanted = run(engine, [request(0)])["0:0:0"]
+    with pytest.raises(ValueError, match="another shape"):
+        engine.load(write_model(str(tmp_path / "wide"), eos=None, ffn_size=128), 1)
+    broken = write_model(str(tmp_path / "untied"), eos=None, layers=3)
+    (tmp_path / "untied" / "config.json").write_text(open(f"{models[0]}/config.json").read())
+    with pytest.raises(ValueError, match="12 are unknown.*layers.2"):
+        engine.load(broken, 1)
+    assert engine.version == 0
+    assert_same(run(engine, [request(0)])["0:0:0"], wanted)
+
+
+def test_an_uncovered_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match="architecture MixtralForCausalLM.*sglang"):
+        LocalEngine(write_model(str(tmp_path), family="MixtralForCausalLM"), 0)
+
+
+@pytest.mark.parametrize(
+    "bad, text",
+    [
+        (dict(prompt=b""), "empty prompt"),
+        (dict(prompt=wire.pack_ids([48])), "token 48 is not in a vocabulary of 48"),
+        (dict(prompt=wire.pack_ids([1] * 256)), "no room in 256 positions"),
+        (dict(response=wire.pack_ids([1])), "1 response tokens but 0 log-probabilities"),
+        (dict(temperature=-1.0), "temperature -1.0"),
+        (dict(sample="0:0:0"), "in this engine already"),
+    ],
+)
+def test_a_bad_request_refuses_the_whole_batch(models, bad, text):
+    engine = LocalEngine(models[0], 0)
+    fields = dict(sample="0:1:0", prompt=wire.pack_ids([1, 2]), max_response_tokens=4) | bad
+    with pytest.raises(ValueError, match=text):
+        engine.submit([request(0), Request(**fields)])
+    assert not engine.busy()
+
+
+def test_sleep_releases_the_cache_and_wakes_into_the_same_answers(models):
+    engine = LocalEngine(models[0], 0)
+    wanted = run(engine, [request(0)])["0:0:0"]
+    engine.submit([request(1)])
+    with pytest.raises(RuntimeError, match="0 running and 1 waiting"):
+        engine.sleep()
+    engine.abort()
+    engine.sleep()
+    assert engine._cache.data is None
+    with pytest.raises(RuntimeError, match="wake it first"):
+        engine.submit([request(1)])
+    engine.load(models[1], 1)
+    engine.load(models[0], 2)
+    engine.wake()
+    assert_same(run(engine, [request(0)])["0:0:0"], wanted)
+
+
+def as_call(request):
+    return {
+        "sample": request.sample,
+        "prompt": request.prompt,
+        "response": request.response,
+        "logprobs": request.logprobs,
+        "max_response_tokens": request.max_response_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+    }
+
+
+def test_the_worker_serves_the_engine_over_its_socket(models, tmp_path):
+    with Harness(tmp_path) as harness:
+        worker = harness.start("dynarl.roles.rollout.worker", "n1-rollout-0")
+        with pytest.raises(wire.CallError, match="call load first"):
+            worker.call("submit", requests=[])
+        worker.call("load", model_dir=models[0], version=4)
+        worker.call("submit", requests=[as_call(request(i)) for i in range(3)])
+        finished = {data["sample"]: data for data in (worker.wait_event("finished") for _ in range(3))}
+        wanted = run(LocalEngine(models[0], 4), [request(i) for i in range(3)])
+        for sample, data in finished.items():
+            assert set(data) == {"sample", "response", "logprobs", "finish", "version", "start_version"}
+            assert data["response"] == wanted[sample].response
+            assert (data["finish"], data["version"], data["start_version"]) == ("length", 4, 4)
+        figures = worker.call("figures")
+        assert figures["tokens"] == 120 and figures["running"] == figures["waiting"] == figures["kv_used_tokens"] == 0
+        assert worker.wait_event("figures")["tokens"] > 0
+
+        # Aborted on the way: nothing of it comes as an event any more, and it goes on under other weights.
+        worker.events()
+        worker.call("submit", requests=[as_call(request(0, 240)), as_call(request(1, 240))])
+        (partial,) = worker.call("abort", samples=["0:0:0"])
+        worker.call("load", model_dir=models[1], version=5)
+        resumed = as_call(request(0, 240)) | {"response": partial["response"], "logprobs": partial["logprobs"]}
+        with pytest.raises(wire.CallError, match="0:1:0.*already"):
+            worker.call("submit", requests=[resumed, as_call(request(1))])
+        assert [data["sample"] for data in (worker.wait_event("finished"),)] == ["0:1:0"]
+        worker.call("submit", requests=[resumed])
+        data = worker.wait_event("finished")
+        assert data["sample"] == "0:0:0" and data["version"] == 5
+        assert data["response"].startswith(partial["response"]) and len(data["response"]) == 4 * 240
+
+        worker.call("sleep")
+        worker.call("wake")
+        worker.call("stop")
+        assert worker.process.wait(10) == 0
+
+
+def test_an_idle_worker_uses_no_cpu_and_figures_are_rate_limited(models, tmp_path):
+    with Harness(tmp_path) as harness:
+        worker = harness.start("dynarl.roles.rollout.worker", "n1-rollout-0")
+        worker.call("load", model_dir=models[0], version=0)
+        start = time.monotonic()
+        worker.call("submit", requests=[as_call(request(i, 240)) for i in range(9)])
+        for _ in range(9):
+            worker.wait_event("finished")
+        worker.call("ping")
+        assert 1 <= len(worker.events("figures")) <= 4 * (time.monotonic() - start) + 2
+
+        def cpu_s():
+            fields = open(f"/proc/{worker.process.pid}/stat").read().rsplit(")", 1)[1].split()
+            return (int(fields[11]) + int(fields[12])) / 100
+
+        before = cpu_s()
+        time.sleep(1.0)
+        assert cpu_s() - before <= 0.02
