@@ -1,0 +1,5 @@
+import sys
+
+from dynarl.slurm.mini.cli import main
+
+sys.exit(main())
