@@ -1,0 +1,83 @@
+"""Work handed to a worker, done one micro-batch at a time in the order in which it arrived.
+
+A lease is a set of samples that is either worked off completely or given back untouched: once its first micro-batch has run it
+will be finished. That is what makes "trained exactly once" a fact and not a hope.
+
+Where a replica spans several tensor-parallel workers, all of them must run the same leases, though they hear of a cancellation
+at different moments. The first of them decides: before each lease it tells the others whether to run or to drop it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from dynarl.rl.batching import pack
+from dynarl.roles.training.microbatch import Sample, num_tokens
+
+RUN, DROP = 1, 0
+
+
+class LeaseQueue:
+    """`run(samples)` does one micro-batch and returns its result; `done(lease, results)` is called when a lease is finished."""
+
+    def __init__(self, run: Callable[[Sequence[Sample]], Any], done: Callable[[str, list[Any]], None]):
+        self._run, self._done = run, done
+        self._waiting: deque[tuple[str, list[Sample]]] = deque()
+        self._cancelled: set[str] = set()
+        self._lease: str | None = None
+        self._batches: deque[list[Sample]] = deque()
+        self._results: list[Any] = []
+        self._finished: list[str] = []
+
+    def add(self, lease: str, samples: list[Sample]) -> None:
+        if not samples:
+            raise ValueError(f"lease {lease!r} holds no samples")
+        self._waiting.append((lease, samples))
+
+    def cancel(self, leases: Sequence[str]) -> list[str]:
+        """Give back those of `leases` that have not been started. The first worker of a replica has the say."""
+        given_back = [lease for lease, _ in self._waiting if lease in set(leases) - self._cancelled]
+        self._cancelled.update(given_back)
+        return given_back
+
+    def work(self, cap_tokens: int, group: dist.ProcessGroup | None) -> bool:
+        """Run one micro-batch. Returns whether there is more to do. `group`: the tensor-parallel ranks of this replica."""
+        if self._lease is None and not self._start_next(cap_tokens, group):
+            return False
+        self._results.append(self._run(self._batches.popleft()))
+        if not self._batches:
+            lease, results, self._lease, self._results = self._lease, self._results, None, []
+            self._finished.append(lease)
+            self._done(lease, results)
+        return bool(self._batches or self._waiting)
+
+    def drain(self, cap_tokens: int, group: dist.ProcessGroup | None) -> list[str]:
+        """Work everything off; returns the leases finished since the last drain."""
+        while self.work(cap_tokens, group):
+            pass
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _start_next(self, cap_tokens: int, group: dist.ProcessGroup | None) -> bool:
+        while self._waiting:
+            lease, samples = self._waiting.popleft()
+            verdict = self._agree(DROP if lease in self._cancelled else RUN, group)
+            self._cancelled.discard(lease)
+            if verdict == RUN:
+                self._lease = lease
+                cuts = pack([num_tokens(sample) for sample in samples], cap_tokens)
+                self._batches.extend([samples[index] for index in cut] for cut in cuts)
+                return True
+        return False
+
+    @staticmethod
+    def _agree(verdict: int, group: dist.ProcessGroup | None) -> int:
+        if group is None or group.size() == 1:
+            return verdict
+        message = torch.tensor([verdict], device="cuda" if torch.cuda.is_available() else "cpu")
+        dist.broadcast(message, group_src=0, group=group)
+        return int(message)

@@ -1,0 +1,22 @@
+"""Every name of Megatron-core that this project uses, imported in one place so that `megatron_cpu.install()` always comes first."""
+
+# ruff: noqa: E402, F401
+import logging
+import warnings
+
+from dynarl.roles.training import megatron_cpu
+
+# Megatron announces in every process that Transformer Engine and Apex are absent, that GPTModel will be replaced one day, and its
+# whole configuration. A worker's log should begin with something useful.
+logging.getLogger("megatron").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="megatron")
+warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
+megatron_cpu.install()
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
