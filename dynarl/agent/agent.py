@@ -10,12 +10,15 @@ import asyncio
 import logging
 import os
 import shutil
+import sys
 import time
+import zlib
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 
@@ -50,6 +53,10 @@ class Agent:
         self._leases: dict[int, dict] = {}  # lease -> {"workers left", "samples"}
         self._environment_open: dict[str, Any] = {}
         self._python: dict[str, Any] = {}
+        self.active = home
+        self._versions: dict[str, int] = {}  # role -> version of the weights in its workers
+        self._plan: dict | None = None
+        self._plan_ready = False
         self._last_heard = time.monotonic()
         self._stop = asyncio.Event()
         self._context = zmq.asyncio.Context()
@@ -160,6 +167,7 @@ class Agent:
         self.workers.peer_gone(worker.name, f"{worker.name} died: {status}")
         self._requests = {s: r for s, r in self._requests.items() if r["worker"] != worker.name}
         self._leases = {n: lease for n, lease in self._leases.items() if worker.name not in lease["workers"]}
+        self._versions.pop(worker.role, None)
         if worker.role == "environment" and self.verifier is not None:
             self.controller.spawn(self._restart_environment())
         self.controller.spawn(self.controller.emit(
@@ -290,7 +298,7 @@ class Agent:
                 trajectory.old_logprobs = data["logprobs"][sample]
                 trajectory.ref_logprobs = (data.get("ref_logprobs") or {}).get(sample)
                 self.store.put(trajectory)
-            data = {"stats": data.get("stats", {})}
+            data = {"stats": compare(entry["found"].values())}
         self.controller.spawn(self.controller.emit("", event, lease=lease, **data))
 
     async def _gather(self, wanted: list[tuple[str, str]], holders: dict[str, str]) -> dict[str, Trajectory]:
@@ -316,6 +324,13 @@ class Agent:
             link = self._peers[address] = Link(socket, None, routed=False)
             link.spawn(link.serve())
         return self._peers[address]
+
+    async def on_halt(self, peer: str) -> None:
+        """Drop all work and all samples: the iteration starts again."""
+        await self.on_abort(peer)
+        self._leases.clear()
+        self._plan = None
+        self.store.forget(sys.maxsize)
 
     async def on_forget(self, peer: str, iteration: int) -> None:
         """Trajectories up to this iteration are trained; drop them."""
@@ -345,12 +360,115 @@ class Agent:
             if int(path.name[1:]) not in keep:
                 shutil.rmtree(path, ignore_errors=True)
 
-    async def on_vote(self, peer: str, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
-        return self.remapper.vote(epoch, ranks, ready, digest, timeout_s)
+    # --- orders: one change of roles, in the order of its phases
+
+    async def on_prepare(self, peer: str, plan: dict) -> dict:
+        """Take note of a plan {epoch, ranks, moves: {node: role}, version, digest}; wake what it needs here.
+
+        Returns {ready, reason}. Nothing that runs is touched.
+        """
+        self._plan = plan
+        self._plan_ready, reason = True, ""
+        role = plan["moves"].get(self.node)
+        if role is not None and not self._of_role(role):
+            self._plan_ready, reason = False, f"{self.node} has no {role} worker"
+        return {"ready": self._plan_ready, "reason": reason}
+
+    async def on_vote(self, peer: str, epoch: int, timeout_s: float) -> dict:
+        """Meet the other members in MPI: is everybody ready, with the same plan (or, after the transfer, the same weights)?"""
+        plan = self._current(epoch)
+        digest = zlib.crc32(msgspec.json.encode([plan["epoch"], sorted(plan["moves"].items()), plan["version"], plan["digest"]]))
+        return self.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, timeout_s)
+
+    async def on_quiesce(self, peer: str, epoch: int) -> dict:
+        """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted: [lease]}."""
+        plan, result = self._current(epoch), {"given_up": [], "unstarted": []}
+        if self.node not in plan["moves"]:
+            return result
+        if self.active == "rollout":
+            result["given_up"] = await self.on_abort(peer)
+        else:
+            names = self._of_role(self.active)
+            leases = list(self._leases)
+            unstarted = await asyncio.gather(*(self._call_worker(name, "cancel", leases=leases) for name in names))
+            result["unstarted"] = sorted({lease for answer in unstarted for lease in answer})
+            for lease in result["unstarted"]:
+                self._leases.pop(lease, None)
+            await asyncio.gather(*(self._call_worker(name, "drain") for name in names))
+        return result
+
+    async def on_transfer(self, peer: str, epoch: int) -> None:
+        """Put the old role to sleep, wake the new one and give it the weights of the plan's version from this node's staging.
+
+        Memory is released before it is acquired. What was loaded is checked by the next vote.
+        """
+        plan = self._current(epoch)
+        role = plan["moves"].get(self.node)
+        if role is None:
+            return
+        await asyncio.gather(*(self._call_worker(name, "sleep") for name in self._of_role(self.active)))
+        await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(role)))
+        digests = await self._load(role, plan["version"])
+        self._plan_ready = all(digest == plan["digest"] for digest in digests)
+
+    async def on_commit(self, peer: str, epoch: int) -> None:
+        """The new role is the active one from here on."""
+        role = self._current(epoch)["moves"].get(self.node)
+        if role is not None:
+            self.active = role
+        self._plan = None
+
+    async def on_rollback(self, peer: str, epoch: int) -> None:
+        """The epoch was cancelled: the old role goes on."""
+        if self._plan is None or self._plan["epoch"] != epoch:
+            return
+        self.remapper.forget(self._plan["ranks"])
+        role = self._plan["moves"].get(self.node)
+        self._plan = None
+        if role is not None:
+            await asyncio.gather(*(self._call_worker(name, "sleep") for name in self._of_role(role)))
+            await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(self.active)))
+
+    def _current(self, epoch: int) -> dict:
+        if self._plan is None or self._plan["epoch"] != epoch:
+            raise wire.CallError(f"{self.node} has no plan for epoch {epoch}")
+        return self._plan
+
+    def _of_role(self, role: str) -> list[str]:
+        return sorted(w.name for w in self.supervisor.workers.values() if w.role == role and w.up.done())
+
+    async def on_refresh(self, peer: str, version: int) -> list[int]:
+        """Load a staged version into the active role's workers, where they do not have it yet."""
+        return await self._load(self.active, version)
+
+    async def on_loaded(self, peer: str, role: str, version: int) -> None:
+        """The controller gave the workers of a role this version by other means (a build, an optimizer step)."""
+        self._versions[role] = version
+
+    async def _load(self, role: str, version: int) -> list[int]:
+        """Weights of `version` into the workers of `role`, unless they hold it. Returns the digests of what was read."""
+        if self._versions.get(role) == version:
+            return []
+        answers = await asyncio.gather(*(
+            self._call_worker(name, "load", model_dir=str(self.version_dir(version)), version=version) for name in self._of_role(role)))
+        self._versions[role] = version
+        return [answer["digest"] for answer in answers if answer and "digest" in answer]
 
     async def on_broadcast(self, peer: str, epoch: int, ranks: list[int], root: int, version: int, num_bytes: int, timeout_s: float) -> int:
         """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32."""
         return self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, timeout_s)
+
+
+def compare(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """How far the engine's token probabilities are from the trainer's: sums and maximum of |p_engine - p_trainer|."""
+    total, largest, count = 0.0, 0.0, 0
+    for trajectory in trajectories:
+        engine = np.frombuffer(trajectory.rollout_logprobs, dtype="<f4").astype(np.float64)
+        trainer = np.frombuffer(trajectory.old_logprobs, dtype="<f4").astype(np.float64)
+        if len(engine):
+            difference = np.abs(np.exp(engine) - np.exp(trainer))
+            total, largest, count = total + float(difference.sum()), max(largest, float(difference.max())), count + len(engine)
+    return {"rollout_probs_diff": total, "rollout_probs_diff_max": largest, "tokens": float(count)}
 
 
 class WorkerEvents:

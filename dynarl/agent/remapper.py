@@ -13,14 +13,12 @@ import sys
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
 CHUNK_BYTES = 8 << 20
-CACHED_COMMUNICATORS = 16
 # Highest tag that MPI promises everywhere is 32767.
 TAG_SPACE = 32000
 
@@ -34,7 +32,7 @@ class Remapper:
 
     def __init__(self, world: MPI.Intracomm):
         self._world = world
-        self._communicators: OrderedDict[tuple[int, ...], MPI.Intracomm] = OrderedDict()
+        self._communicators: dict[tuple[int, ...], MPI.Intracomm] = {}
 
     def communicator(self, epoch: int, ranks: list[int]) -> tuple[MPI.Intracomm, bool]:
         """The communicator of `ranks` (this rank among them) and whether it was built now.
@@ -43,7 +41,6 @@ class Remapper:
         """
         key = tuple(sorted(ranks))
         if key in self._communicators:
-            self._communicators.move_to_end(key)
             return self._communicators[key], False
         world_group = self._world.Get_group()
         group = world_group.Incl(key)
@@ -52,10 +49,11 @@ class Remapper:
         group.Free()
         world_group.Free()
         self._communicators[key] = communicator
-        # Every member sees the same sequence of epochs for this key only, so freeing is local (MPI_Comm_free of a
-        # communicator with no pending traffic is collective in name; members reach the same limit at the same epoch
-        # when they share all epochs, otherwise we keep it).
         return communicator, True
+
+    def forget(self, ranks: list[int]) -> None:
+        """Drop the communicator of `ranks`: a phase on it was cut short, so the members build a new one together."""
+        self._communicators.pop(tuple(sorted(ranks)), None)
 
     def vote(self, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
         """All members say whether they are ready and which digest they computed (an unsigned 32-bit number).

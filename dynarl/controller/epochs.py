@@ -1,0 +1,137 @@
+"""One change of roles, from proposal to commit: the protocol that either happens everywhere or nowhere.
+
+    PREPARE   members take note of the plan, wake what it needs; what runs goes on
+    vote      over MPI: all ready, same plan?                           no -> cancelled, nothing was touched
+    QUIESCE   moving nodes stop: partial answers and unstarted leases are handed back
+    TRANSFER  moving nodes give their new role the weights, from the copy their own node holds
+    vote      over MPI: did everybody read what the trainer wrote?      no -> rolled back to the old roles
+    COMMIT    one record in the journal; only then do the nodes count in their new roles
+
+Members are the moving nodes and the owners of the optimizer; nobody else takes part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+from dynarl.controller.fleet import Fleet
+from dynarl.hypergraph.journal import Journal
+from dynarl.wire import CallError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Weights:
+    """The newest weights: their version, digest (of the tensors), and bytes of the file."""
+
+    version: int
+    digest: str
+    num_bytes: int = 0
+
+
+@dataclass
+class Outcome:
+    """committed, or why not; phases in milliseconds; pause_ms from the first stop to the commit."""
+
+    epoch: int
+    committed: bool
+    reason: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    pause_ms: float = 0.0
+    given_up: dict[str, list[dict]] = field(default_factory=dict)
+    unstarted: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Epochs:
+    """The map of active roles, and the only code that changes it."""
+
+    def __init__(self, fleet: Fleet, journal: Journal, home: dict[str, str], vote_timeout_s: float, first_epoch: int = 0):
+        self._fleet, self._journal = fleet, journal
+        self._home, self._timeout_s = home, vote_timeout_s
+        self.roles = dict(home)
+        self.epoch = first_epoch
+        self._turn = asyncio.Lock()
+
+    async def change(self, moves: dict[str, str], weights: Weights, reason: str,
+                     on_quiesced: Callable[[Outcome], None] = lambda outcome: None) -> Outcome:
+        """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up."""
+        async with self._turn:
+            moves = {node: role for node, role in moves.items() if self.roles[node] != role}
+            if not moves:
+                return Outcome(self.epoch, True)
+            return await self._change(moves, weights, reason, on_quiesced)
+
+    async def _change(self, moves: dict[str, str], weights: Weights, reason: str, on_quiesced: Callable[[Outcome], None]) -> Outcome:
+        self.epoch += 1
+        outcome = Outcome(self.epoch, False)
+        members = sorted({*moves, *(node for node, role in self._home.items() if role == "training")})
+        plan = {"epoch": self.epoch, "ranks": [self._fleet.agents[n].rank for n in members], "moves": moves,
+                "version": weights.version, "digest": weights.digest}
+        listed = [{"node": n, "source": self.roles[n], "target": r} for n, r in sorted(moves.items())]
+        self._journal.append("epoch_proposed", epoch=self.epoch, moves=listed, reason=reason)
+        clock = _Clock(outcome.phases)
+        quiesced = False
+        try:
+            answers = await self._ask(members, "prepare", plan=plan)
+            clock.lap("prepare_ms")
+            if refusals := [a["reason"] for a in answers.values() if not a["ready"]]:
+                raise CallError("; ".join(refusals))
+            self._check(await self._ask(members, "vote", epoch=self.epoch, timeout_s=self._timeout_s), "before the move")
+            clock.lap("vote_ms")
+            stopped = time.monotonic()
+            quiesced = True
+            answers = await self._ask(sorted(moves), "quiesce", epoch=self.epoch)
+            outcome.given_up = {node: answer["given_up"] for node, answer in answers.items()}
+            outcome.unstarted = {node: answer["unstarted"] for node, answer in answers.items()}
+            on_quiesced(outcome)
+            clock.lap("drain_ms")
+            await self._ask(sorted(moves), "transfer", epoch=self.epoch)
+            clock.lap("transfer_ms")
+            self._check(await self._ask(members, "vote", epoch=self.epoch, timeout_s=self._timeout_s), "after the transfer")
+            clock.lap("verify_ms")
+            await self._ask(members, "commit", epoch=self.epoch)
+        except (CallError, TimeoutError) as error:
+            return await self._cancel(outcome, members, str(error), quiesced)
+        self.roles.update(moves)
+        clock.lap("commit_ms")
+        outcome.committed, outcome.pause_ms = True, 1e3 * (time.monotonic() - stopped)
+        self._journal.append("epoch_committed", epoch=self.epoch, roles=self.roles, moves=listed, phases=outcome.phases,
+                             pause_ms=outcome.pause_ms, given_up=sum(len(g) for g in outcome.given_up.values()))
+        return outcome
+
+    async def _ask(self, nodes: list[str], method: str, **args: Any) -> dict[str, Any]:
+        # A drain lasts as long as the work that was started; the other phases have the votes' deadline.
+        limit = None if method == "quiesce" else 2 * self._timeout_s + 1
+        return await self._fleet.call_each(nodes, method, timeout_s=limit, **args)
+
+    def _check(self, votes: dict[str, dict], when: str) -> None:
+        verdict = next(iter(votes.values()))
+        if not verdict["ready"]:
+            raise CallError(f"a member was not ready {when}")
+        if not verdict["same_digest"]:
+            raise CallError(f"members disagree on the plan {when}")
+
+    async def _cancel(self, outcome: Outcome, members: list[str], reason: str, quiesced: bool) -> Outcome:
+        outcome.reason = reason
+        log.warning("epoch %d cancelled: %s", outcome.epoch, reason)
+        await asyncio.gather(*(self._fleet.call(node, "rollback", timeout_s=self._timeout_s, epoch=outcome.epoch) for node in members),
+                             return_exceptions=True)
+        self._journal.append("epoch_cancelled", epoch=outcome.epoch, reason=reason, rolled_back=quiesced)
+        return outcome
+
+
+class _Clock:
+    """Writes the milliseconds between laps into a dict."""
+
+    def __init__(self, into: dict[str, float]):
+        self._into, self._last = into, time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._into[name] = round(1e3 * (now - self._last), 2)
+        self._last = now

@@ -1,0 +1,312 @@
+"""One iteration's samples on their way through the roles: prompts out, answers in, scores, gradients.
+
+The ledger says where each sample is; this hands out what can be handed out, to nodes whose active role takes it and which
+are not about to leave it, and lets the policy change roles as the work shifts. Every hand-out is a background call; what
+comes back are events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Awaitable, Callable
+
+from dynarl import wire
+from dynarl.config.schema import Config
+from dynarl.controller.epochs import Epochs, Outcome, Weights
+from dynarl.controller.fleet import Fleet
+from dynarl.dataflow.ledger import Group, Ledger
+from dynarl.rl.advantages import group_advantages, is_flat
+from dynarl.rl.truncation import judge
+from dynarl.scheduler.policy import View, decide
+
+log = logging.getLogger(__name__)
+
+# Leases that a worker holds: one that it works on, one that waits, so that it never waits for the network.
+LEASES_PER_REPLICA = 2
+# How often the policy looks when nothing happens.
+TICK_S = 0.1
+
+
+@dataclass
+class Tally:
+    """What an iteration adds up for its metrics. `score_stats` has the keys that the workers report (sums; `*_max` maxima)."""
+
+    score_stats: dict[str, float] = field(default_factory=dict)
+    correct: int = 0
+    timed_out: int = 0
+    prompt_tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+    generated_at: float = 0.0
+    scored_at: float = 0.0
+    switches: list[Outcome] = field(default_factory=list)
+
+    def add(self, into: dict[str, float], stats: dict[str, float]) -> None:
+        for name, value in stats.items():
+            into[name] = max(into.get(name, value), value) if name.endswith("_max") else into.get(name, 0.0) + value
+
+
+class Iteration:
+    """Runs samples until each is trained (or, with `train=False`, only generated).
+
+    may: roles each node can take; weights: the version that everything here is on; down: {(node, role)} without workers.
+    """
+
+    def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
+                 down: set[tuple[str, str]], samples: list[str], *, split: str = "train", temperature: float = 1.0,
+                 train: bool = True, scored_by_inference: bool = True, seed: int | None = None):
+        self._config, self._fleet, self._epochs, self._weights = config, fleet, epochs, weights
+        self._may, self._down, self._split, self._temperature, self._train = may, down, split, temperature, train
+        self._seed = config.run.seed if seed is None else seed
+        self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
+        self._needs_scoring = scored_by_inference
+        self.tally = Tally()
+        self.training_weights = weights
+        self._leaving: set[str] = set()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
+        self._error: BaseException | None = None
+        self._change: asyncio.Task | None = None
+        self._last_change = 0.0
+        self._devices: dict[int, tuple[str, int]] = {}  # lease -> (node, first device)
+        self._width = config.training.tp
+        self._replicas = range(0, config.cluster.devices_per_node, self._width)
+        self._advantages: dict[str, dict[str, tuple[float, float]]] = {}  # group -> sample -> (advantage, weight)
+        self._stats: dict[str, dict[str, float]] = {}
+        self.num_flat_groups = 0
+
+    # --- running
+
+    async def generate(self) -> None:
+        """Until every answer is finished."""
+        await self._until(lambda: all(g.state != "generating" for g in self.ledger.groups.values()), [])
+
+    async def accumulate(self, groups: list[Group]) -> None:
+        """Until the gradients of these groups are in the trainers' buffers."""
+        await self._until(lambda: all(g.state in ("accumulated", "trained") for g in groups), groups)
+
+    async def _until(self, reached: Callable[[], bool], to_train: list[Group]) -> None:
+        try:
+            while not (reached() and self._change is None):
+                if self._error is not None:
+                    raise self._error
+                self._hand_out(to_train)
+                self._consider(to_train)
+                self._changed.clear()
+                try:
+                    await asyncio.wait_for(self._changed.wait(), TICK_S)
+                except TimeoutError:
+                    pass
+        finally:
+            for task in self._tasks if not reached() else ():
+                task.cancel()
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    def _spawn(self, work: Awaitable[Any], undo: Callable[[], None]) -> None:
+        """Run a hand-out. A worker that died is reported by its own event; any other failure ends the job."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except (wire.CallError, TimeoutError) as error:
+                log.warning("a hand-out failed: %s", error)
+                undo()
+                self._wake()
+
+        task = asyncio.ensure_future(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._finished_task)
+
+    def _finished_task(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()
+            self._wake()
+
+    def _at_work(self, role: str) -> list[str]:
+        """Nodes that take work of `role` now."""
+        return [n for n, r in self._epochs.roles.items() if r == role and n not in self._leaving and (n, role) not in self._down]
+
+    def _addresses(self) -> dict[str, str]:
+        return {node: agent.peer_address for node, agent in self._fleet.agents.items()}
+
+    # --- handing out
+
+    def _hand_out(self, to_train: list[Group]) -> None:
+        self._hand_out_requests()
+        if self._needs_scoring and self._train:
+            self._hand_out_groups("inference", "score", self.ledger.in_state("generated"))
+        if self._train:
+            wanted = {g.name for g in to_train}
+            self._hand_out_groups("training", "train", [g for g in self.ledger.in_state("scored") if g.name in wanted])
+
+    def _hand_out_requests(self) -> None:
+        nodes = self._at_work("rollout")
+        capacity = self._config.rollout.max_running * self._config.cluster.devices_per_node
+        running = {node: len(self.ledger.running_on(node)) for node in nodes}
+        for node in sorted(nodes, key=lambda n: running[n]):
+            if not self.ledger.num_waiting:
+                return
+            # Even shares first, so that a few requests do not all go to one node.
+            share = -(-(self.ledger.num_waiting + sum(running.values())) // len(nodes))
+            handed = self.ledger.dispatch(node, max(0, min(capacity, max(share, 1)) - running[node]))
+            if handed:
+                running[node] += len(handed)
+                self._spawn(self._generate(node, handed), lambda node=node, handed=handed: self._requests_failed(node, handed))
+
+    async def _generate(self, node: str, handed: list[tuple[str, str | None]]) -> None:
+        holders = {holder for _, holder in handed if holder}
+        addresses = self._addresses()
+        await self._fleet.call(
+            node, "generate", requests=[{"sample": s, "holder": h} for s, h in handed], split=self._split,
+            temperature=self._temperature, seed=self._seed, max_response_tokens=self._config.algorithm.max_response_tokens,
+            holders={h: addresses[h] for h in holders})
+
+    def _requests_failed(self, node: str, handed: list[tuple[str, str | None]]) -> None:
+        for sample, holder in handed:
+            self.ledger.returned(sample, node, holder=holder)
+
+    def _hand_out_groups(self, role: str, method: str, groups: list[Group]) -> None:
+        slots = [(sum(d == (n, r) for d in self._devices.values()), n, r) for n in self._at_work(role) for r in self._replicas]
+        for group in groups:
+            slots.sort()
+            if not slots or slots[0][0] >= LEASES_PER_REPLICA:
+                return
+            held, node, device = slots[0]
+            lease = self.ledger.lease(group, node)
+            self._devices[lease] = (node, device)
+            slots[0] = (held + 1, node, device)
+            samples = [{"sample": s, "holder": group.holders[s]} for s in group.samples]
+            if role == "training":
+                for item in samples:
+                    item["advantage"], item["weight"] = self._advantages[group.name][item["sample"]]
+            addresses = self._addresses()
+            call = self._fleet.call(node, method, lease=lease, device=device, width=self._width, samples=samples,
+                                    holders={h: addresses[h] for h in set(group.holders.values())})
+            self._spawn(call, lambda lease=lease: self._lease_back(lease))
+
+    def _lease_back(self, lease: int) -> None:
+        self._devices.pop(lease, None)
+        self.ledger.handed_back(lease)
+
+    # --- what comes back
+
+    def event_finished(self, node: str, *, sample: str, reward: float, correct: bool, timed_out: bool, tokens: int,
+                       prompt_tokens: int, finish: str, version: int) -> None:
+        group = self.ledger.groups.get(wire.group_of(sample))
+        if group is None or self.ledger.running.get(sample) != node or version != self._weights.version:
+            return
+        full = self.ledger.finished(sample, node, reward=reward, tokens=tokens, finish=finish)
+        self.tally.correct += correct
+        self.tally.timed_out += timed_out
+        self.tally.prompt_tokens += prompt_tokens
+        if full is not None:
+            self._settle(full)
+        if not self.ledger.num_live:
+            self.tally.generated_at = time.monotonic()
+        self._wake()
+
+    def _settle(self, group: Group) -> None:
+        """Advantages of a complete group."""
+        settled = [judge(self._config.algorithm.truncated, group.rewards[s], group.finish[s]) for s in group.samples]
+        rewards = [outcome.reward for outcome in settled]
+        self.num_flat_groups += is_flat(rewards)
+        advantages = group_advantages(rewards, self._config.algorithm.normalize_std)
+        self._advantages[group.name] = {
+            sample: (advantage, outcome.weight) for sample, advantage, outcome in zip(group.samples, advantages, settled)}
+
+    def counted_tokens(self, groups: list[Group]) -> int:
+        """Response tokens of these groups that count in the loss."""
+        return sum(int(group.tokens[s] * self._advantages[group.name][s][1]) for group in groups for s in group.samples)
+
+    def advantages(self) -> list[float]:
+        return [advantage for group in self._advantages.values() for advantage, _ in group.values()]
+
+    def event_scored(self, node: str, *, lease: int, stats: dict[str, float] | None = None) -> None:
+        self._devices.pop(lease, None)
+        if self.ledger.scored(lease) is not None:
+            self.tally.add(self.tally.score_stats, stats or {})
+            self.tally.scored_at = time.monotonic()
+        self._wake()
+
+    def event_trained(self, node: str, *, lease: int, stats: dict[str, float]) -> None:
+        self._devices.pop(lease, None)
+        group = self.ledger.accumulated(lease)
+        if group is not None:
+            # By group: one whose gradient is lost with its worker is trained, and counted, again.
+            self._stats[group.name] = stats
+        self._wake()
+
+    def stats(self) -> dict[str, float]:
+        """Sums over all trained groups."""
+        total: dict[str, float] = {}
+        for stats in self._stats.values():
+            self.tally.add(total, stats)
+        return total
+
+    def worker_lost(self, node: str, role: str) -> None:
+        """Offer again what a dead worker held."""
+        if role == "environment":
+            return
+        self.ledger.worker_lost(node, role)
+        self._devices = {lease: where for lease, where in self._devices.items()
+                         if where[0] != node or self._is_held(lease)}
+        self._wake()
+
+    def _is_held(self, lease: int) -> bool:
+        return any(group.lease == lease and group.state in ("scoring", "training") for group in self.ledger.groups.values())
+
+    # --- roles
+
+    def _consider(self, to_train: list[Group]) -> None:
+        if self._change is not None or time.monotonic() - self._last_change < self._config.policy.dwell_s:
+            return
+        if not self._train or self._config.policy.name == "static":
+            return
+        moves = decide(self._config.policy, self.view(to_train))
+        # A role without living workers on that node is no destination.
+        moves = {node: role for node, role in moves.items() if (node, role) not in self._down}
+        if moves:
+            self._leaving |= set(moves)
+            self._change = asyncio.ensure_future(self._move(moves))
+
+    def view(self, to_train: list[Group]) -> View:
+        count = lambda *states: len(self.ledger.in_state(*states))  # noqa: E731
+        wanted = {group.name for group in to_train}
+        roles = {n: r for n, r in self._epochs.roles.items() if (n, r) not in self._down}
+        return View(
+            roles=roles, may=self._may, waiting=self.ledger.num_waiting, generating=count("generating"),
+            running={n: len(self.ledger.running_on(n)) for n, r in roles.items() if r == "rollout"},
+            needs_scoring=self._needs_scoring, to_score=count("generated"), scoring=count("scoring"),
+            to_train=sum(g.name in wanted for g in self.ledger.in_state("scored")), training=count("training"))
+
+    async def _move(self, moves: dict[str, str]) -> None:
+        try:
+            reason = f"{self.ledger.num_live} requests live, " + ", ".join(
+                f"{len(self.ledger.in_state(s))} groups {s}" for s in ("generated", "scored", "accumulated"))
+            # After the first minibatch trainers are ahead of the weights that generated and score.
+            for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
+                                  (self._weights, {n: r for n, r in moves.items() if r != "training"})):
+                if part:
+                    self.tally.switches.append(await self._epochs.change(part, weights, reason, self._take_back))
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._leaving -= set(moves)
+            self._last_change = time.monotonic()
+            self._change = None
+            self._wake()
+
+    def _take_back(self, outcome: Outcome) -> None:
+        for node, given_up in outcome.given_up.items():
+            for partial in given_up:
+                self.ledger.returned(partial["sample"], node, holder=node if partial["tokens"] else None)
+        for leases in outcome.unstarted.values():
+            for lease in leases:
+                self._lease_back(lease)
+        self._wake()

@@ -1,0 +1,472 @@
+"""The job from top to bottom: start the step, warm start, evaluate, iterate, evaluate, end.
+
+Reads like the algorithm. What can interrupt it (time limit, cancel, a lost step, a dead owner) ends the body at a safe
+place; `run` then decides how to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynarl import rundir, wire
+from dynarl.config.schema import Config
+from dynarl.controller import metrics
+from dynarl.controller.epochs import Epochs, Weights
+from dynarl.controller.fleet import AgentInfo, Fleet, StepLost
+from dynarl.controller.iteration import Iteration
+from dynarl.controller.training import Trainer
+from dynarl.dataflow.ledger import Group
+from dynarl.hypergraph.journal import Journal
+from dynarl.report.metrics import MetricsWriter
+from dynarl.rl.schedule import warmed_up_lr
+from dynarl.scheduler.policy import capabilities, start_roles
+
+log = logging.getLogger(__name__)
+
+
+class JobFailed(RuntimeError):
+    """The job cannot go on; the message is for the person who reads the status."""
+
+
+class OwnerLost(RuntimeError):
+    """A worker that owned optimizer state died: the trainer goes back to the newest checkpoint."""
+
+
+@dataclass
+class Progress:
+    """How far the job is; what a checkpoint holds besides tensors. iteration: completed ones; step: optimizer steps in them."""
+
+    iteration: int = 0
+    step: int = 0
+    warm_start_done: bool = False
+    evaluated_start: bool = False
+
+
+class Job:
+    """One attempt: one start of the controller. `home`: {node: home role}."""
+
+    def __init__(self, config: Config, run: Path, attempt: int, home: dict[str, str], host: str, journal: Journal,
+                 writer: MetricsWriter, resume_from: Path | None, first_epoch: int = 0):
+        self.config, self.run_dir, self.attempt, self.home = config, run, attempt, home
+        self.journal, self.writer = journal, writer
+        self.fleet = Fleet(config, run, attempt, host, self)
+        self.progress = Progress()
+        self.weights = Weights(0, "")
+        self.may: dict[str, frozenset[str]] = {}
+        self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
+        self._host, self._resume_from, self._first_epoch = host, resume_from, first_epoch
+        self._iteration: Iteration | None = None
+        self._leases: dict[int, asyncio.Future] = {}  # warm-start leases
+        self._faults: asyncio.Queue[BaseException] = asyncio.Queue()
+        self._restarts = 0
+        self._reviving: set[asyncio.Task] = set()
+        self.down: set[tuple[str, str]] = set()
+        self.last_event = time.monotonic()
+
+    # --- start
+
+    async def set_up(self) -> None:
+        """Step, workers, model: everything is there and on the same weights when this returns."""
+        config = self.config
+        self.may = capabilities(config.policy, self.home)
+        argv = await self.fleet.launch(self.home)
+        self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
+        self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch)
+        self.trainer = Trainer(config, self.fleet, self.home, self.may)
+        await asyncio.gather(*(self._start_worker(node, role, device)
+                               for node in self.home for role in sorted(self.may[node]) for device in range(config.cluster.devices_per_node)),
+                             *(self._start_environment(node) for node in self.home))
+        await self._load_state(self._resume_from)
+        self.journal.append("epoch_committed", epoch=self.epochs.epoch, roles=self.epochs.roles, moves=[], phases={}, pause_ms=0.0)
+
+    async def _load_state(self, checkpoint: Path | None) -> None:
+        """Trainer, roles and progress as in `checkpoint`; without one, from the beginning."""
+        source = checkpoint / "model" if checkpoint else await self._initial_model()
+        version = self.weights.version + 1
+        await self.fleet.call_each(self.home, "stage", version=version, source=str(source), weights=True)
+        await self.trainer.build(version)
+        self.progress = Progress()
+        if checkpoint:
+            self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
+            self.journal.append("resumed", iteration=self.progress.iteration, checkpoint=str(checkpoint), durable=True)
+            await self.trainer.restore(checkpoint)
+        self.weights = Weights(version, "")
+        # The weights leave the trainer once before anything else, so that every node has the trainer's own digest of them.
+        await self.sync_weights()
+        await asyncio.gather(*(self._prepare_role(node, role) for node in self.home for role in sorted(self.may[node])))
+
+    async def recover_owners(self) -> None:
+        """An owner's worker died: all training workers start afresh, from the newest checkpoint. The step lives on."""
+        self._iteration = None
+        for task in list(self._reviving):
+            task.cancel()
+        await asyncio.gather(*self._reviving, return_exceptions=True)
+        training = [node for node in self.home if "training" in self.may[node]]
+        lost = {(n, r) for n, r in self.down if r != "training"}
+        await self.fleet.call_each(self.home, "halt")
+        for role, nodes in [("training", training)] + [(r, [n]) for n, r in sorted(lost)]:
+            await self.fleet.call_each(nodes, "kill_workers", role=role)
+            await asyncio.gather(*(self._start_worker(n, role, d) for n in nodes for d in range(self.config.cluster.devices_per_node)))
+        self.down.clear()
+        checkpoint = rundir.newest_checkpoint(self.run_dir)
+        if checkpoint is None:
+            self.journal.append("resumed", iteration=0, checkpoint=None, durable=True)
+        await self._load_state(checkpoint)
+
+    async def _start_worker(self, node: str, role: str, device: int) -> None:
+        python = {"rollout": self.config.rollout, "inference": self.config.inference, "training": self.config.training}[role].python
+        env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        if self.config.cluster.interface:
+            env |= {"GLOO_SOCKET_IFNAME": self.config.cluster.interface, "NCCL_SOCKET_IFNAME": self.config.cluster.interface}
+        started = await self.fleet.call(node, "start_worker", role=role, device=device, python=python, env=env | self.config.cluster.env,
+                                        device_kind=self.config.cluster.device, timeout_s=self.config.rollout.start_timeout_s)
+        self.journal.append("worker_up", node=node, role=role, device=device, attempt=started["attempt"])
+
+    async def _start_environment(self, node: str) -> None:
+        started = await self.fleet.call(node, "start_worker", role="environment", device=0, python=None, env=self.config.cluster.env,
+                                        device_kind="cpu", timeout_s=self.config.rollout.start_timeout_s)
+        await self.fleet.call(node, "open_environment", task=msgspec.to_builtins(self.config.task), seed=self.config.run.seed,
+                              timeout_s=self.config.task.verify_timeout_s)
+        self.journal.append("worker_up", node=node, role="environment", device=0, attempt=started["attempt"])
+
+    async def _initial_model(self) -> Path:
+        """The initial model in Hugging Face form: a copy of model.path, or a fresh small one."""
+        target = self.run_dir / "model"
+        if (target / "model.safetensors").exists():
+            return target
+        target.mkdir(exist_ok=True)
+        if self.config.model.path:
+            for path in Path(self.config.model.path).iterdir():
+                if path.is_file():
+                    shutil.copyfile(path, target / path.name)
+        else:
+            node, device = self.trainer.leader
+            await self.fleet.worker(node, "environment", 0, "save_tokenizer", dir=str(target))
+            await self.fleet.worker(node, "training", device, "create_model", model_dir=str(target),
+                                    model=msgspec.to_builtins(self.config.model), tokenizer_dir=str(target), seed=self.config.run.seed)
+        return target
+
+    async def _prepare_role(self, node: str, role: str) -> None:
+        """Models of the roles that do not own them: build inference, load rollout."""
+        places = range(self.config.cluster.devices_per_node)
+        directory = self.trainer.staged(node, self.weights.version)
+        if role == "rollout":
+            await asyncio.gather(*(self.fleet.worker(node, role, d, "load", timeout_s=self.config.rollout.start_timeout_s,
+                                                     model_dir=directory, version=self.weights.version,
+                                                     config=msgspec.to_builtins(self.config)) for d in places))
+            await self.fleet.call(node, "loaded", role=role, version=self.weights.version)
+        elif role == "inference":
+            await self._build_inference(node, directory)
+        if self.epochs.roles[node] != role:
+            await asyncio.gather(*(self.fleet.worker(node, role, d, "sleep") for d in places))
+
+    async def _build_inference(self, node: str, directory: str) -> None:
+        width = self.config.training.tp
+        for first in range(0, self.config.cluster.devices_per_node, width):
+            store = await self.fleet.worker(node, "inference", first, "serve_store", host=self.fleet.agents[node].host)
+            world = f"inference-{node}-{first}-{time.monotonic_ns()}"
+            await asyncio.gather(*(self.fleet.worker(
+                node, "inference", first + rank, "build", config=msgspec.to_builtins(self.config), store=store, world=world, rank=rank,
+                size=width, model_dir=directory, version=self.weights.version) for rank in range(width)))
+            if self.config.algorithm.kl_loss_coef > 0:
+                reference = str(self._reference_dir())
+                await asyncio.gather(*(self.fleet.worker(node, "inference", first + rank, "ref_load", model_dir=reference) for rank in range(width)))
+        await self.fleet.call(node, "loaded", role="inference", version=self.weights.version)
+
+    def _reference_dir(self) -> Path:
+        warm = self.run_dir / "reference"
+        return warm if warm.exists() else self.run_dir / "model"
+
+    # --- the body
+
+    async def body(self) -> None:
+        """All stages that are still to do."""
+        config, progress = self.config, self.progress
+        if config.warm_start.steps and not progress.warm_start_done:
+            await self.warm_start()
+        if config.task.eval_size and not progress.evaluated_start:
+            await self.evaluate("start")
+        while progress.iteration < config.run.iterations:
+            await self.iterate(progress.iteration + 1)
+            if config.checkpoint.every and progress.iteration % config.checkpoint.every == 0:
+                await self.checkpoint()
+        if config.task.eval_size:
+            await self.evaluate("end")
+        await self.checkpoint()
+
+    async def warm_start(self) -> None:
+        """Supervised steps on the task's own demonstrations, with every node that can train."""
+        config = self.config.warm_start
+        await self._enter({n: "training" for n, may in self.may.items() if "training" in may}, "warm start")
+        trainers = [n for n, r in self.epochs.roles.items() if r == "training"]
+        replicas = [(n, d) for n in trainers for d in range(0, self.config.cluster.devices_per_node, self.config.training.tp)]
+        loss = math.nan
+        for step in range(1, config.steps + 1):
+            began = time.monotonic()
+            await self.trainer.begin(step, "sft")
+            share = -(-config.batch_size // len(replicas))
+            base = (step - 1) * config.batch_size
+            counts = [min(share, config.batch_size - i * share) for i in range(len(replicas))]
+            stats = await asyncio.gather(*(self._demonstrate(place, base + i * share, count)
+                                           for i, (place, count) in enumerate(zip(replicas, counts)) if count > 0))
+            tokens = sum(s["tokens"] for s in stats)
+            loss = sum(s["loss"] for s in stats) / tokens
+            async with self.critical:
+                await self.trainer.step(set(trainers), int(tokens), warmed_up_lr(config.lr, step, self.config.training.lr_warmup_steps))
+            self.weights = await self.trainer.export(self.weights.version + 1)
+            if step < config.steps:
+                await self._broadcast(trainers, keep=[self.weights.version])
+                await self.fleet.call_each(trainers, "refresh", version=self.weights.version)
+            self.writer.log(0, {"warm_start/loss": loss, "warm_start/step": step, "timing_s/warm_start_step": time.monotonic() - began})
+            self.last_event = time.monotonic()
+        self.progress.warm_start_done = True
+        self.journal.append("warm_start_done", steps=config.steps, loss=loss, durable=True)
+        await self.sync_weights()
+        await self.checkpoint()
+        if self.config.algorithm.kl_loss_coef > 0:
+            await self._keep_reference()
+
+    async def _demonstrate(self, place: tuple[str, int], start: int, count: int) -> dict[str, float]:
+        node, device = place
+        samples = await self.fleet.call(node, "demonstrations", start=start, count=count)
+        lease = -(start + 1)
+        done = self._leases[lease] = asyncio.get_running_loop().create_future()
+        await self.fleet.call(node, "demonstrate", lease=lease, device=device, samples=samples, width=self.config.training.tp)
+        return await done
+
+    async def _keep_reference(self) -> None:
+        """The reference of the KL term is the model after the warm start."""
+        newest = rundir.newest_checkpoint(self.run_dir)
+        shutil.copytree(newest / "model", self.run_dir / "reference", dirs_exist_ok=True)
+        await asyncio.gather(*(self.fleet.worker(n, "inference", d, "ref_load", model_dir=str(self._reference_dir()))
+                               for n, may in self.may.items() if "inference" in may for d in range(self.config.cluster.devices_per_node)))
+
+    async def evaluate(self, when: str) -> None:
+        """Held-out accuracy of the current weights."""
+        await self._enter({n: "rollout" for n, may in self.may.items() if "rollout" in may}, "evaluation")
+        samples = [wire.sample_id(0, index, 0) for index in range(self.config.task.eval_size)]
+        self._iteration = run = self._new_iteration(samples, split="eval", temperature=self.config.task.eval_temperature, train=False)
+        await run.generate()
+        self._iteration = None
+        accuracy = run.tally.correct / len(samples)
+        self.journal.append("evaluated", when=when, iteration=self.progress.iteration, accuracy=accuracy, size=len(samples),
+                            timeouts=run.tally.timed_out, durable=True)
+        self.writer.log(self.progress.iteration, {"eval/accuracy": accuracy, "eval/timeouts": run.tally.timed_out})
+        self.progress.evaluated_start = True
+        await self.fleet.call_each(self.home, "forget", iteration=0)
+
+    def _new_iteration(self, samples: list[str], **options: Any) -> Iteration:
+        return Iteration(self.config, self.fleet, self.epochs, self.weights, self.may, self.down, samples, **options)
+
+    async def iterate(self, number: int, *, samples: list[str] | None = None) -> None:
+        """One GRPO iteration: generate, score, train, step, give everybody the new weights."""
+        algorithm, began = self.config.algorithm, time.monotonic()
+        samples = samples or self.draw(number)
+        scored = any("inference" in may for may in self.may.values())
+        await self._enter(start_roles(self.config.policy, self.home), f"iteration {number} begins")
+        self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
+        self._iteration = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
+        groups = list(run.ledger.groups.values())
+        size = len(groups) // algorithm.minibatches
+        away = frozenset(n for n, r in self.down if r == "training")
+        stepped = []
+        for index in range(algorithm.minibatches):
+            batch = groups[index * size:(index + 1) * size]
+            await self.trainer.begin(self.progress.step + 1, "grpo", away)
+            await run.accumulate(batch)
+            stepped.append(await self._step(number, run, batch))
+            if index + 1 < algorithm.minibatches:
+                await self._refresh_trainers(run)
+        ended = time.monotonic()
+        self.progress.iteration = number
+        await self.sync_weights()
+        self._iteration = None
+        await self.fleet.call_each(self.home, "forget", iteration=number)
+        self.writer.log(number, metrics.of_iteration(self.config, run, stepped, self.epochs.roles, began, ended))
+
+    def draw(self, number: int) -> list[str]:
+        """Sample ids of an iteration: the next prompts of the training split, each `group_size` times."""
+        algorithm = self.config.algorithm
+        first = (number - 1) * algorithm.prompts_per_step
+        return [wire.sample_id(number, (first + p) % self.config.task.train_size, member)
+                for p in range(algorithm.prompts_per_step) for member in range(algorithm.group_size)]
+
+    async def _step(self, number: int, run: Iteration, batch: list[Group]) -> dict[str, float]:
+        contributors = {group.node for group in batch}
+        tokens = run.counted_tokens(batch)
+        began = time.monotonic()
+        async with self.critical:
+            lr = warmed_up_lr(self.config.training.lr, self.progress.step + 1, self.config.training.lr_warmup_steps)
+            stepped = await self.trainer.step(contributors, tokens, lr)
+            self.progress.step += 1
+            samples = run.ledger.trained(batch)
+            stats = run.stats()
+            self.journal.append("step_committed", iteration=number, step=self.progress.step, samples=samples,
+                                loss=stats.get("loss", math.nan) / max(tokens, 1), grad_norm=stepped["grad_norm"], tokens=tokens, durable=True)
+        self.last_event = time.monotonic()
+        return {**stepped, "version": self.progress.step, "tokens": tokens, "seconds": time.monotonic() - began}
+
+    # --- weights and roles
+
+    async def sync_weights(self) -> None:
+        """Trainer -> staging of every node, by MPI between the agents. Roles read it from there when they become active."""
+        self.weights = await self.trainer.export(self.weights.version + 1)
+        await self._broadcast(list(self.home), keep=[self.weights.version])
+
+    async def _broadcast(self, nodes: list[str], keep: list[int]) -> None:
+        """The leader's staged weights to `nodes`; other versions than `keep` are dropped there."""
+        version, leader = self.weights.version, self.trainer.leader[0]
+        nodes = sorted({*nodes, leader})
+        await self.fleet.call_each([n for n in nodes if n != leader], "stage", version=version, source=str(self._small_files()), weights=False)
+        ranks = [self.fleet.agents[n].rank for n in nodes]
+        checksums = await self.fleet.call_each(nodes, "broadcast", epoch=self.epochs.epoch, ranks=ranks, version=version,
+                                               root=self.fleet.agents[leader].rank, num_bytes=self.weights.num_bytes, timeout_s=300.0)
+        if len(set(checksums.values())) != 1:
+            raise JobFailed(f"weights of version {version} differ after the broadcast: {checksums}")
+        await self.fleet.call_each(nodes, "release", keep=keep)
+
+    def _small_files(self) -> Path:
+        return self.run_dir / "model"
+
+    async def _refresh_trainers(self, run: Iteration) -> None:
+        """Between minibatches the trainers go on with new weights; inference still scores with those that generated."""
+        generated_with = self.weights.version
+        self.weights = await self.trainer.export(self.weights.version + 1)
+        await self._broadcast(list(self.home), keep=[generated_with, self.weights.version])
+        trainers = [n for n, r in self.epochs.roles.items() if r == "training"]
+        await self.fleet.call_each(trainers, "refresh", version=self.weights.version)
+        run.training_weights = self.weights
+
+    async def _enter(self, roles: dict[str, str], reason: str) -> None:
+        """Change to these roles, all on the newest weights."""
+        usable = {n: r for n, r in roles.items() if (n, r) not in self.down}
+        outcome = await self.epochs.change(usable, self.weights, reason)
+        if not outcome.committed:
+            raise JobFailed(f"{reason}: roles could not be changed: {outcome.reason}")
+        await self.fleet.call_each(self.home, "refresh", version=self.weights.version)
+
+    # --- checkpoints
+
+    async def checkpoint(self) -> Path:
+        """Save everything that the next start needs; the marker comes last."""
+        path = rundir.checkpoint(self.run_dir, self.progress.iteration)
+        began = time.monotonic()
+        if (path / rundir.COMPLETE).exists():
+            return path
+        if path.exists():
+            shutil.rmtree(path)
+        (path / "model").mkdir(parents=True)
+        await self.trainer.save(path)
+        for file in Path(self._small_files()).iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and not (path / "model" / file.name).exists():
+                shutil.copyfile(file, path / "model" / file.name)
+        (path / "progress.json").write_text(json.dumps(vars(self.progress)))
+        rundir.mark_complete(path)
+        self.journal.append("checkpoint_saved", iteration=self.progress.iteration, path=str(path), durable=True)
+        rundir.prune_checkpoints(self.run_dir, self.config.checkpoint.keep)
+        log.info("checkpoint %s in %.2f s", path.name, time.monotonic() - began)
+        return path
+
+    async def save_interrupted(self) -> None:
+        """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done: then the
+        weights are ahead of any whole iteration, and the newest older checkpoint stays what the next start uses."""
+        if self.config.algorithm.minibatches == 1 or self._iteration is None:
+            await self.checkpoint()
+
+    # --- events
+
+    def event_agent_up(self, agent: AgentInfo) -> None:
+        self.journal.append("agent_up", node=agent.node, rank=agent.rank, home=agent.home, mpi=agent.mpi_library)
+
+    def event_finished(self, node: str, **data: Any) -> None:
+        self.last_event = time.monotonic()
+        if self._iteration is not None:
+            self._iteration.event_finished(node, **data)
+
+    def event_scored(self, node: str, **data: Any) -> None:
+        self.last_event = time.monotonic()
+        if self._iteration is not None:
+            self._iteration.event_scored(node, **data)
+
+    def event_trained(self, node: str, *, lease: int, **data: Any) -> None:
+        self.last_event = time.monotonic()
+        if lease < 0:
+            waiting = self._leases.pop(lease, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(data["stats"])
+        elif self._iteration is not None:
+            self._iteration.event_trained(node, lease=lease, **data)
+
+    def event_figures(self, node: str, **data: Any) -> None:
+        self.last_event = time.monotonic()
+
+    # --- workers that die
+
+    def event_worker_died(self, node: str, *, role: str, device: int, attempt: int, status: str, tail: list[str]) -> None:
+        self.journal.append("worker_died", node=node, role=role, device=device, attempt=attempt, status=status, tail=tail)
+        log.error("%s worker %d on %s (attempt %d) died: %s\n    %s", role, device, node, attempt, status, "\n    ".join(tail))
+        self._restarts += 1
+        text = f"{role} worker {device} on {node} died: {status}"
+        if getattr(self.config.failure, role) == "end":
+            self._faults.put_nowait(JobFailed(f"{text}; failure.{role} is 'end'"))
+        elif self._restarts > self.config.failure.max_restarts:
+            self._faults.put_nowait(JobFailed(f"{text}; that was restart {self._restarts} of at most {self.config.failure.max_restarts}"))
+        elif role == "training" and self.home[node] == "training":
+            self._faults.put_nowait(OwnerLost(text))
+        elif role != "environment":
+            if self._iteration is not None:
+                self._iteration.worker_lost(node, role)
+            if (node, role) not in self.down:
+                self.down.add((node, role))
+                task = asyncio.ensure_future(self._revive(node, role))
+                self._reviving.add(task)
+                task.add_done_callback(self._revived)
+
+    def _revived(self, task: asyncio.Task) -> None:
+        self._reviving.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._faults.put_nowait(JobFailed(f"a worker could not be started again: {task.exception()}"))
+
+    async def _revive(self, node: str, role: str) -> None:
+        """Fresh workers of a role on one node, on the current weights."""
+        await self.fleet.call(node, "kill_workers", role=role)  # what is left of a tensor-parallel replica is of no use
+        devices = range(self.config.cluster.devices_per_node)
+        await asyncio.gather(*(self._start_worker(node, role, device) for device in devices))
+        if role == "training":
+            await self.trainer.build_borrowed(node, self.weights.version)
+            await self.fleet.call(node, "loaded", role=role, version=self.weights.version)
+        else:
+            await self._prepare_role(node, role)
+        self.down.discard((node, role))
+
+    async def fault(self) -> None:
+        """Raises the first fault that ends the body."""
+        raise await self._faults.get()
+
+    async def step_end(self) -> None:
+        code = await asyncio.shield(self.fleet.ended)
+        raise StepLost(f"the step ended with status {code}")
+
+    async def silence(self) -> None:
+        """Raises when nothing has moved for failure.no_progress_s."""
+        limit = self.config.failure.no_progress_s
+        while (quiet := time.monotonic() - self.last_event) < limit:
+            await asyncio.sleep(min(5.0, limit - quiet + 0.1))
+        raise JobFailed(f"nothing has moved for {quiet:.0f} s (failure.no_progress_s); the logs of the workers are in "
+                        f"{rundir.logs(self.run_dir, self.attempt)}")
+
+    async def close(self) -> None:
+        for task in self._reviving:
+            task.cancel()
+        await self.fleet.stop()
+        await self.fleet.close()

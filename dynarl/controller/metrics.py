@@ -1,0 +1,62 @@
+"""Scalars of one iteration, under verl's names where verl has one."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import Any
+
+from dynarl.config.schema import Config
+from dynarl.controller.iteration import Iteration
+
+
+def of_iteration(config: Config, run: Iteration, steps: list[dict[str, Any]], roles: dict[str, str], began: float, ended: float) -> dict[str, float]:
+    """`began`, `ended`: monotonic seconds of the iteration without the distribution of new weights."""
+    groups = list(run.ledger.groups.values())
+    lengths = [group.tokens[s] for group in groups for s in group.samples]
+    rewards = [group.rewards[s] for group in groups for s in group.samples]
+    cut = sum(finish == "length" for group in groups for finish in group.finish.values())
+    advantages, stats, scores = run.advantages(), run.stats(), run.tally.score_stats
+    tokens = max(stats.get("tokens", 0.0), 1.0)
+    seconds = ended - began
+    data = {
+        "training/global_step": steps[-1]["version"],
+        **_spread("critic/rewards", rewards),
+        **_spread("critic/advantages", advantages),
+        **_spread("response_length", lengths),
+        "response_length/clip_ratio": cut / len(lengths),
+        "actor/pg_loss": stats.get("pg_loss", 0.0) / tokens,
+        "actor/pg_clipfrac": stats.get("pg_clipfrac", 0.0) / tokens,
+        "actor/ppo_kl": stats.get("ppo_kl", 0.0) / tokens,
+        "actor/entropy": stats.get("entropy", 0.0) / tokens,
+        "actor/grad_norm": statistics.fmean(step["grad_norm"] for step in steps),
+        "actor/lr": steps[-1]["lr"],
+        "groups/zero_std_frac": run.num_flat_groups / len(groups),
+        "reward/timeouts": run.tally.timed_out,
+        "timing_s/step": seconds,
+        "timing_s/gen": run.tally.generated_at - began,
+        "timing_s/update_actor": sum(step["seconds"] for step in steps),
+        "perf/total_num_tokens": sum(lengths) + run.tally.prompt_tokens,
+        "perf/throughput": (sum(lengths) + run.tally.prompt_tokens) / seconds / (len(roles) * config.cluster.devices_per_node),
+        "perf/tokens_per_s": sum(lengths) / seconds,
+        "perf/time_per_step": seconds,
+        "alloc/switch_count": sum(outcome.committed for outcome in run.tally.switches),
+    }
+    if "kl_loss" in stats:
+        data["actor/kl_loss"] = stats["kl_loss"] / tokens
+    if run.tally.scored_at:
+        data["timing_s/old_log_prob"] = run.tally.scored_at - began
+    if scores.get("tokens"):
+        data["training/rollout_probs_diff_mean"] = scores["rollout_probs_diff"] / scores["tokens"]
+        data["training/rollout_probs_diff_max"] = scores.get("rollout_probs_diff_max", 0.0)
+    counts = Counter(roles.values())
+    for role in ("rollout", "inference", "training"):
+        data[f"alloc/nodes/{role}"] = counts[role]
+    committed = [outcome for outcome in run.tally.switches if outcome.committed]
+    for phase in sorted({name for outcome in committed for name in outcome.phases}):
+        data[f"timing_s/switch/{phase.removesuffix('_ms')}"] = 1e-3 * sum(outcome.phases.get(phase, 0.0) for outcome in committed)
+    return data
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
