@@ -120,6 +120,15 @@ def fold(hosts: Iterable[str]) -> str:
     return ",".join(_bracket(prefix, spans) for prefix, spans in pieces)
 
 
+def sort_key(host: str) -> list[tuple[str, int]]:
+    """Orders names as Slurm sorts a host list: runs of digits count as numbers.
+
+    >>> sorted(["n10", "n9", "rack10-n1", "rack2-n3", "login"], key=sort_key)
+    ['login', 'n9', 'n10', 'rack2-n3', 'rack10-n1']
+    """
+    return [("0", int(part)) if part[0] in "0123456789" else (part, 0) for part in re.findall(r"[0-9]+|[^0-9]+", host)]
+
+
 def _bracket(prefix: str, spans: list[str]) -> str:
     if not spans:
         return prefix

@@ -2,16 +2,17 @@
 
     srun OPTIONS agent : OPTIONS agent : OPTIONS agent
 
-is one step and one MPI world, with a component per home role. Some options carry over from a component to the later ones,
+is one step and one MPI world, with a component per home role (or several, see `in_node_order`). Some options carry over from a component to the later ones,
 some do not, and which ones differs by release; so every option is written out for every component.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dynarl.errors import SlurmError
 from dynarl.slurm import environ, hostlist
@@ -56,16 +57,27 @@ def command_line(spec: StepSpec) -> list[str]:
 
     Raises SlurmError for a step that Slurm would refuse or misread.
     """
-    parts = [component for component in spec.components if component.nodes]
-    if not parts:
-        raise SlurmError("a step needs at least one node, and no role has any")
-    _check(parts, spec)
+    _check(spec)
+    parts = in_node_order(spec.components)
     argv = [spec.srun]
     for index, component in enumerate(parts):
         if index:
             argv.append(":")
         argv += _options(component, spec) + list(spec.extra_args) + list(component.command)
     return argv
+
+
+def in_node_order(components: Sequence[Component]) -> list[Component]:
+    """The same nodes in the same roles, cut so that the nodes come in Slurm's order over the whole step.
+
+    Slurm's PMIx plugin numbers the hosts of a step in sorted order, but meets them in the order of the components. Where the
+    two differ, MPI_Init fails at once (22.05: "unexpected contrib from", "Cannot establish direct connection"). A role whose
+    nodes lie apart becomes several components.
+    """
+    placed = [(node, component) for component in components for node in component.nodes]
+    placed.sort(key=lambda pair: hostlist.sort_key(pair[0]))
+    runs = [list(run) for _, run in itertools.groupby(placed, key=lambda pair: id(pair[1]))]
+    return [replace(run[0][1], nodes=tuple(node for node, _ in run)) for run in runs]
 
 
 def _options(component: Component, spec: StepSpec) -> list[str]:
@@ -120,9 +132,9 @@ def _export(component: Component) -> str:
     return ",".join(["ALL", *(f"{name}={value}" for name, value in pairs.items())])
 
 
-def _check(parts: list[Component], spec: StepSpec) -> None:
+def _check(spec: StepSpec) -> None:
     seen: dict[str, str] = {}
-    for component in parts:
+    for component in spec.components:
         for node in component.nodes:
             if node in seen:
                 raise SlurmError(f"node {node} is in {seen[node]} and in {component.role}: "
@@ -130,6 +142,8 @@ def _check(parts: list[Component], spec: StepSpec) -> None:
             seen[node] = component.role
         if ":" in (*component.command, *spec.extra_args):
             raise SlurmError("a lone ':' among the arguments: srun would take it for the start of the next component")
+    if not seen:
+        raise SlurmError("a step needs at least one node, and no role has any")
 
 
 def rendered(argv: list[str]) -> str:

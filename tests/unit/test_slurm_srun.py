@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dynarl.errors import SlurmError
-from dynarl.slurm.srun import Component, StepSpec, command_line, rendered
+from dynarl.slurm.srun import Component, StepSpec, command_line, in_node_order, rendered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 AGENT = ("python3", "-m", "mpi4py", "-m", "dynarl.agent", "--controller", "tcp://n1:4000", "--run-dir", "/runs/a")
@@ -40,6 +40,13 @@ def test_one_node_is_an_ordinary_step():
     argv = command_line(StepSpec((component("rollout"), component("inference"), component("training", "n1")), log_dir="/runs/a/logs/1"))
     assert ":" not in argv
     compare("srun-1-component.txt", argv)
+
+
+def test_nodes_come_in_slurms_order_over_the_whole_step_so_a_role_may_be_cut():
+    """Slurm 22.05: MPI_Init fails over a step whose second component has a node that sorts before one of the first."""
+    parts = in_node_order([component("rollout", "n10", "n2", "n1"), component("inference"), component("training", "n9", "n3")])
+    assert [(part.role, part.nodes) for part in parts] == [
+        ("rollout", ("n1", "n2")), ("training", ("n3", "n9")), ("rollout", ("n10",))]
 
 
 def test_every_component_has_every_option():
