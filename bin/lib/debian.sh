@@ -25,7 +25,7 @@ need() {
 find_missing_packages() {
     MISSING=()
     NEEDED=""
-    local python=${DYNARL_PYTHON:-python3}
+    local python=${PYTHON:-python3}
     have "$python" || need python3 "dynarl is written in it"
     # Debian ships Python in parts: without this one `python3 -m venv` cannot put pip into a new environment.
     python_has "import ensurepip, venv" || need python3-venv "virtual environments"

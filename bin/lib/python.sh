@@ -13,9 +13,9 @@ CPU_TORCH_TIMEOUT_S=5
 
 # install_venv: make the environment, or bring it up to date. Instant when nothing has changed.
 install_venv() {
-    local python=${DYNARL_PYTHON:-python3} wanted
+    local python=${PYTHON:-python3} wanted
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        die "Python 3.11 or newer is needed, $python is $("$python" -V 2>&1). DYNARL_PYTHON=PATH names another one"
+        die "Python 3.11 or newer is needed, $python is $("$python" -V 2>&1). PYTHON=PATH names another one"
     wanted=$(fingerprint "$python")
     [ "$(cat "$STAMP" 2>/dev/null)" != "$wanted" ] || return 0
     # Unfinished from here on, whatever happens.
