@@ -70,7 +70,8 @@ def _initial(name: str, shape: tuple[int, ...], arch: Arch, seed: int) -> torch.
     # Outputs of residual branches are made smaller by their number, so that the sum keeps its size (GPT-2).
     branch = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = INIT_STD / math.sqrt(2 * arch.layers) if branch else INIT_STD
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    # torch's CPU generator looks at the low 32 bits of a seed only, so both have to be mixed into those.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     return torch.randn(shape, generator=generator) * std
 
 
