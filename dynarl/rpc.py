@@ -24,7 +24,8 @@ class PeerGone(wire.CallError):
 
 
 class Link:
-    """Calls, replies and events over one socket. With `routed`, peers are named by their socket identity."""
+    """Calls, replies and events over one socket. With `routed`, peers are named by their socket identity,
+    which they must set (to text: the one that ZeroMQ invents is not)."""
 
     def __init__(self, socket: zmq.asyncio.Socket, handler: Any, *, routed: bool):
         self._socket, self._handler, self._routed = socket, handler, routed

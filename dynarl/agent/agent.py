@@ -62,7 +62,6 @@ class Agent:
         self._context = zmq.asyncio.Context()
         self._keys = keys.load(key_dir, "agent")
         controller_keys = keys.load(key_dir, "controller")
-        self._authenticator = keys.admit(self._context, self._keys)
         self._worker_socket = self._context.socket(zmq.ROUTER)
         # A restarted worker takes over the identity of the one that died.
         self._worker_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -78,6 +77,8 @@ class Agent:
                        "mpi_library": mpi_library, "staging": str(staging)}
 
     def start(self) -> None:
+        """Open the sockets. Call inside the running event loop: the authenticator belongs to it."""
+        self._authenticator = keys.admit(self._context, self._keys)
         self.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
         address = f"ipc://{self._scratch}/agent.sock"
         self._worker_socket.bind(address)
@@ -131,20 +132,20 @@ class Agent:
     # --- orders: workers
 
     async def on_start_worker(self, peer: str, role: str, device: int, python: str | None, env: dict, device_kind: str,
-                              timeout_s: float) -> dict:
+                              limit_s: float) -> dict:
         """Start a role worker and wait until it answers. Returns {name, pid, attempt}."""
         self._python[role] = {"python": python, "env": env, "device_kind": device_kind}
         worker = self.supervisor.start(role, device, python=python, env=env, device_kind=device_kind)
         try:
-            await asyncio.wait_for(asyncio.shield(worker.up), timeout_s)
+            await asyncio.wait_for(asyncio.shield(worker.up), limit_s)
         except TimeoutError:
             self.supervisor.kill(worker.name)
-            raise TimeoutError(f"{worker.name} was not ready within {timeout_s:g} s; see {worker.log_path}") from None
+            raise TimeoutError(f"{worker.name} was not ready within {limit_s:g} s; see {worker.log_path}") from None
         return {"name": worker.name, "pid": worker.process.pid, "attempt": worker.attempt}
 
-    async def on_worker(self, peer: str, role: str, device: int, method: str, args: dict, timeout_s: float | None = None) -> Any:
+    async def on_worker(self, peer: str, role: str, device: int, method: str, args: dict, limit_s: float | None = None) -> Any:
         """Pass a call on to one role worker."""
-        return await self._call_worker(self.supervisor.name_of(role, device), method, timeout_s=timeout_s, **args)
+        return await self._call_worker(self.supervisor.name_of(role, device), method, timeout_s=limit_s, **args)
 
     async def on_kill_workers(self, peer: str, role: str) -> int:
         """End all workers of a role (to start them afresh). Returns how many there were."""
@@ -158,7 +159,7 @@ class Agent:
             self.workers.peer_gone(name, f"{name} was ended")
         return len(names)
 
-    async def _call_worker(self, name: str, method: str, timeout_s: float | None = None, **args: Any) -> Any:
+    async def _call_worker(self, name: str, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
         if name not in self.supervisor.workers:
             raise wire.CallError(f"{name} is not running")
         return await self.workers.call(name, method, timeout_s=timeout_s, **args)
@@ -175,12 +176,12 @@ class Agent:
 
     # --- orders: prompts and rewards
 
-    async def on_open_environment(self, peer: str, task: dict, seed: int, timeout_s: float) -> None:
+    async def on_open_environment(self, peer: str, task: dict, seed: int, limit_s: float) -> None:
         self._environment_open = {"task": task, "seed": seed, "tokenizer_dir": None}
-        self.verifier = Verifier(self._call_environment, self._restart_environment, timeout_s)
+        self.verifier = Verifier(self._call_environment, self._restart_environment, limit_s)
         await self._call_environment("open", **self._environment_open)
 
-    async def _call_environment(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
+    async def _call_environment(self, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
         return await self._call_worker(self.supervisor.name_of("environment", 0), method, timeout_s=timeout_s, **args)
 
     async def _restart_environment(self) -> None:
@@ -319,6 +320,7 @@ class Agent:
     def _peer(self, address: str) -> Link:
         if address not in self._peers:
             socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, self.node.encode())
             keys.as_client(socket, self._keys, self._keys.public)
             socket.connect(address)
             link = self._peers[address] = Link(socket, None, routed=False)
@@ -374,11 +376,11 @@ class Agent:
             self._plan_ready, reason = False, f"{self.node} has no {role} worker"
         return {"ready": self._plan_ready, "reason": reason}
 
-    async def on_vote(self, peer: str, epoch: int, timeout_s: float) -> dict:
+    async def on_vote(self, peer: str, epoch: int, limit_s: float) -> dict:
         """Meet the other members in MPI: is everybody ready, with the same plan (or, after the transfer, the same weights)?"""
         plan = self._current(epoch)
         digest = zlib.crc32(msgspec.json.encode([plan["epoch"], sorted(plan["moves"].items()), plan["version"], plan["digest"]]))
-        return self.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, timeout_s)
+        return self.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, limit_s)
 
     async def on_quiesce(self, peer: str, epoch: int) -> dict:
         """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted: [lease]}."""
@@ -454,9 +456,9 @@ class Agent:
         self._versions[role] = version
         return [answer["digest"] for answer in answers if answer and "digest" in answer]
 
-    async def on_broadcast(self, peer: str, epoch: int, ranks: list[int], root: int, version: int, num_bytes: int, timeout_s: float) -> int:
+    async def on_broadcast(self, peer: str, epoch: int, ranks: list[int], root: int, version: int, num_bytes: int, limit_s: float) -> int:
         """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32."""
-        return self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, timeout_s)
+        return self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s)
 
 
 def compare(trajectories: Iterable[Trajectory]) -> dict[str, float]:

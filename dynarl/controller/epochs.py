@@ -81,7 +81,7 @@ class Epochs:
             clock.lap("prepare_ms")
             if refusals := [a["reason"] for a in answers.values() if not a["ready"]]:
                 raise CallError("; ".join(refusals))
-            self._check(await self._ask(members, "vote", epoch=self.epoch, timeout_s=self._timeout_s), "before the move")
+            self._check(await self._ask(members, "vote", epoch=self.epoch, limit_s=self._timeout_s), "before the move")
             clock.lap("vote_ms")
             stopped = time.monotonic()
             quiesced = True
@@ -92,7 +92,7 @@ class Epochs:
             clock.lap("drain_ms")
             await self._ask(sorted(moves), "transfer", epoch=self.epoch)
             clock.lap("transfer_ms")
-            self._check(await self._ask(members, "vote", epoch=self.epoch, timeout_s=self._timeout_s), "after the transfer")
+            self._check(await self._ask(members, "vote", epoch=self.epoch, limit_s=self._timeout_s), "after the transfer")
             clock.lap("verify_ms")
             await self._ask(members, "commit", epoch=self.epoch)
         except (CallError, TimeoutError) as error:

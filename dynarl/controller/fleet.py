@@ -170,7 +170,7 @@ class Fleet:
 
     async def worker(self, node: str, role: str, device: int, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
         """Call a method of one role worker."""
-        return await self.call(node, "worker", timeout_s=timeout_s, role=role, device=device, method=method, args=args)
+        return await self.call(node, "worker", limit_s=timeout_s, role=role, device=device, method=method, args=args)
 
     # --- events
 

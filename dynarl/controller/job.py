@@ -129,14 +129,14 @@ class Job:
         if self.config.cluster.interface:
             env |= {"GLOO_SOCKET_IFNAME": self.config.cluster.interface, "NCCL_SOCKET_IFNAME": self.config.cluster.interface}
         started = await self.fleet.call(node, "start_worker", role=role, device=device, python=python, env=env | self.config.cluster.env,
-                                        device_kind=self.config.cluster.device, timeout_s=self.config.rollout.start_timeout_s)
+                                        device_kind=self.config.cluster.device, limit_s=self.config.rollout.start_timeout_s)
         self.journal.append("worker_up", node=node, role=role, device=device, attempt=started["attempt"])
 
     async def _start_environment(self, node: str) -> None:
         started = await self.fleet.call(node, "start_worker", role="environment", device=0, python=None, env=self.config.cluster.env,
-                                        device_kind="cpu", timeout_s=self.config.rollout.start_timeout_s)
+                                        device_kind="cpu", limit_s=self.config.rollout.start_timeout_s)
         await self.fleet.call(node, "open_environment", task=msgspec.to_builtins(self.config.task), seed=self.config.run.seed,
-                              timeout_s=self.config.task.verify_timeout_s)
+                              limit_s=self.config.task.verify_timeout_s)
         self.journal.append("worker_up", node=node, role="environment", device=0, attempt=started["attempt"])
 
     async def _initial_model(self) -> Path:
@@ -330,7 +330,7 @@ class Job:
         await self.fleet.call_each([n for n in nodes if n != leader], "stage", version=version, source=str(self._small_files()), weights=False)
         ranks = [self.fleet.agents[n].rank for n in nodes]
         checksums = await self.fleet.call_each(nodes, "broadcast", epoch=self.epochs.epoch, ranks=ranks, version=version,
-                                               root=self.fleet.agents[leader].rank, num_bytes=self.weights.num_bytes, timeout_s=300.0)
+                                               root=self.fleet.agents[leader].rank, num_bytes=self.weights.num_bytes, limit_s=300.0)
         if len(set(checksums.values())) != 1:
             raise JobFailed(f"weights of version {version} differ after the broadcast: {checksums}")
         await self.fleet.call_each(nodes, "release", keep=keep)
