@@ -14,6 +14,18 @@ have_library() { ldconfig -p 2>/dev/null | grep -q "^[[:space:]]*$1 "; }
 
 python_has() { have "$python" && "$python" -c "$1" 2>/dev/null; }
 
+# Debian 12's Slurm loads PMIx by the name libpmix.so, which only the development package has; later ones by
+# libpmix.so.2. A Slurm from elsewhere has no plugin there and is trusted to find its own.
+slurm_finds_pmix() {
+    local plugins=(/usr/lib/*/slurm-wlm/mpi_pmix_v*.so) named=(/usr/lib/*/libpmix.so)
+    [ ! -e "${named[0]}" ] || return 0
+    if [ -e "${plugins[0]}" ]; then
+        grep -q 'libpmix\.so\.[0-9]' "${plugins[0]}"
+    else
+        have slurmd || ! grep -q '^VERSION_ID="12"' /etc/os-release
+    fi
+}
+
 # need PACKAGE WHY
 need() {
     MISSING+=("$1")
@@ -39,6 +51,7 @@ find_missing_packages() {
     have slurmd || need slurmd "Slurm's node daemon, one per node"
     { have srun && have sbatch && have scontrol; } || need slurm-client "srun, sbatch, squeue"
     have munged || need munge "Slurm's authentication"
+    slurm_finds_pmix || need libpmix-dev "Slurm's PMIx plugin opens libpmix.so, the name this package has"
     have ip || need iproute2 "a network of its own for every node"
     { have unshare && have nsenter && have flock; } || need util-linux "namespaces for nodes"
     have mount || need mount "a /tmp of its own for every node"
