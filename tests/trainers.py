@@ -1,0 +1,110 @@
+"""Drives training and inference worker processes through a recorded batch the way the controller does, for tests."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+from worker_harness import Handle, Harness
+
+from dynarl import wire
+from dynarl.config.schema import Algorithm, Config, Model, Training
+
+NUM_STEPS = 10
+SAMPLES_PER_STEP = 12
+VOCAB = 48
+
+
+def config(**training) -> Config:
+    # adam_eps is the default, 1e-8: Adam takes full-size steps along every direction whose gradient is larger, so a direction with
+    # nothing but rounding noise would differ between two runs. There is none here: the rotary embedding makes even the key bias,
+    # which softmax alone would not see, matter; it differs most, by 1e-6.
+    return Config(
+        model=Model(dtype="float32"),
+        algorithm=Algorithm(kl_loss_coef=0.05),
+        training=Training(**({"weight_decay": 0.01, "max_tokens_per_micro_batch": 400} | training)),
+    )
+
+
+def recorded(seed: int = 7) -> list[list[dict]]:
+    """NUM_STEPS batches of trajectories of very different lengths, without old log-probabilities."""
+    draw = random.Random(seed)
+
+    def ids(n: int) -> bytes:
+        return wire.pack_ids([draw.randrange(VOCAB) for _ in range(n)])
+
+    def sample(step: int, index: int) -> dict:
+        length = draw.randint(1, 90)
+        return dict(sample=wire.sample_id(step, index // 4, index % 4), prompt=ids(draw.randint(2, 12)), response=ids(length),
+                    rollout_logprobs=wire.pack_floats([-3.9] * length), advantage=draw.uniform(-2, 2), weight=float(index != 5))
+
+    return [[sample(step, index) for index in range(SAMPLES_PER_STEP)] for step in range(NUM_STEPS)]
+
+
+def score(harness: Harness, model_dir: str, batches: list[list[dict]]) -> None:
+    """Fill in old and reference log-probabilities with an inference worker at tensor-parallel size 1."""
+    worker = harness.start("dynarl.roles.inference.worker", "scorer")
+    store = worker.call("serve_store", host="127.0.0.1")
+    worker.call("build", config=msgspec.to_builtins(config()), store=store, world="scorer", rank=0, size=1, model_dir=model_dir, version=0)
+    worker.call("ref_load", model_dir=model_dir)
+    for lease, batch in enumerate(batches):
+        worker.call("logprobs", lease=lease, samples=batch)
+        scored = worker.wait_event("scored")
+        for sample in batch:
+            sample["old_logprobs"] = scored["logprobs"][sample["sample"]]
+            sample["ref_logprobs"] = scored["ref_logprobs"][sample["sample"]]
+    worker.call("stop")
+
+
+def together(workers: list[Handle], method: str, each: list[dict] | None = None, **args) -> list:
+    """Call all workers at the same time; `each` has arguments of their own."""
+    posted = [(w, w.post(method, **args, **(each[i] if each else {}))) for i, w in enumerate(workers)]
+    return [worker.reply(call) for worker, call in posted]
+
+
+class Fleet:
+    """Owners in one torch world with tensor-parallel size `tp`, and borrowed workers that are a world of their own each (tp 1)."""
+
+    generation = 0
+
+    def __init__(self, workers: list[Handle], owners: int, model_dir: str, tp: int = 1, **training):
+        Fleet.generation += 1
+        self.tp, self.owners, self.borrowed = tp, workers[:owners], workers[owners:]
+        self.config = config(tp=tp, **training)
+        settings = msgspec.to_builtins(self.config)
+        store = workers[0].call("serve_store", host="127.0.0.1")
+        common = dict(config=settings, store=store, model_dir=model_dir, version=0)
+        name = f"g{Fleet.generation}"
+        together(self.owners, "build", [dict(rank=r) for r in range(owners)], world=f"{name}-owners", size=owners, owner=True, **common)
+        together(self.borrowed, "build", [dict(world=f"{name}-b{r}") for r in range(len(self.borrowed))], rank=0, size=1, owner=False, **common)
+        if self.borrowed:
+            together(workers, "join_reduction", [dict(rank=r) for r in range(len(workers))], store=store, name=f"{name}-r", size=len(workers))
+        self.everyone = workers
+
+    def step(self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3) -> dict[str, float]:
+        """leases: (replica, samples). Returns the summed statistics and the gradient norm. The new weights go to `model_dir`."""
+        together(self.everyone, "begin", step=index, loss="grpo")
+        replicas = [self.owners[i:i + self.tp] for i in range(0, len(self.owners), self.tp)] + [[w] for w in self.borrowed]
+        for lease, (replica, samples) in enumerate(leases):
+            together(replicas[replica], "train", lease=lease, samples=samples)
+        together(self.everyone, "drain")
+        total: dict[str, float] = {}
+        for replica in replicas:
+            for event in replica[0].events("trained"):
+                for key, value in event["stats"].items():
+                    total[key] = total.get(key, 0.0) + value
+        for worker in self.everyone:
+            worker.events("trained")
+        if self.borrowed:
+            together(self.everyone, "reduce", members=[list(range(len(self.everyone)))])
+        answers = together(self.owners, "step", global_tokens=total["tokens"], lr=lr)
+        assert len({answer["grad_norm"] for answer in answers}) == 1
+        digest = together(self.owners, "export", model_dir=model_dir, version=index + 1)[0]["digest"]
+        loaded = together(self.borrowed, "load", model_dir=model_dir, version=index + 1)
+        assert all(answer["digest"] == digest for answer in loaded)
+        return total | {"grad_norm": answers[0]["grad_norm"]}
+
+    def run(self, batches: list[list[dict]], deal, directory: Path) -> list[dict[str, float]]:
+        """One optimizer step per batch; `deal(step, batch)` gives its leases."""
+        return [self.step(i, deal(i, batch), str(directory / f"v{i + 1}")) for i, batch in enumerate(batches)]
