@@ -89,6 +89,7 @@ def _up(args: argparse.Namespace, paths: Paths) -> int:
     )
     cluster.up(paths, spec, _say)
     option = f" --state-dir {shlex.quote(args.state_dir)}" if args.state_dir else ""
+    option += f" --name {args.name}" if args.name != DEFAULT_NAME else ""
     print(f'use it:   eval "$({sys.argv[0] if sys.argv[0].endswith("minislurm") else "bin/minislurm"} env{option})"')
     return 0
 
