@@ -1,0 +1,250 @@
+"""From journal records to the hypergraph: one small function per event, everything else follows.
+
+A run that goes back to a checkpoint forgets what it did after it: `resumed` does so for a later start of the controller
+and for a restore inside one. A start without `resumed` begins at nothing again. Events that are not known here (of a
+newer version) are counted and otherwise ignored; so are unknown fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable
+
+from dynarl.hypergraph.graph import ROLES, Epoch, Graph, Iteration, Move, Worker
+
+MAX_FAULTS = 100
+
+Record = dict[str, Any]
+
+
+def fold(records: Iterable[Record], graph: Graph | None = None) -> Graph:
+    """The graph after these records; with `graph`, that graph taken further (it is changed and returned)."""
+    graph = Graph() if graph is None else graph
+    for record in records:
+        apply(graph, record)
+    return graph
+
+
+def apply(graph: Graph, record: Record) -> None:
+    """Take in one record. What is wrong with it is noted in `graph.faults`."""
+    graph.version = record["seq"]
+    graph.last_t = record["t"]
+    handler = _HANDLERS.get(record["type"])
+    if handler is None:
+        graph.unknown_events[record["type"]] += 1
+        return
+    try:
+        handler(graph, record)
+    except KeyError as error:
+        _fault(graph, f"{record['type']} has no field {error}")
+
+
+def _fault(graph: Graph, text: str) -> None:
+    if len(graph.faults) < MAX_FAULTS:
+        graph.faults.append(f"record {graph.version}: {text}")
+
+
+# Starts and ends
+
+
+def _run_started(graph: Graph, r: Record) -> None:
+    _leave_roles(graph, r["t"])
+    graph.run, graph.config = r["run"], r.get("config") or {}
+    graph.job_id = str(r["job_id"]) if r.get("job_id") is not None else None
+    graph.nodes = list(r.get("nodes") or [])
+    graph.started_t = graph.started_t or r["t"]
+    graph.ended = None
+    graph.must_rewind = graph.attempt > 0
+    graph.attempt = r.get("attempt") or graph.attempt + 1
+
+
+def _step_launched(graph: Graph, r: Record) -> None:
+    """A new MPI world: agents, workers and epoch numbers begin anew."""
+    _leave_roles(graph, r["t"])
+
+
+def _leave_roles(graph: Graph, t: float) -> None:
+    for node in graph.roles:
+        graph.spans[node].append((t, None))
+    graph.roles, graph.homes, graph.workers, graph.epoch = {}, {}, {}, 0
+
+
+def _run_ended(graph: Graph, r: Record) -> None:
+    graph.ended = {"state": r["state"], "reason": r.get("reason"), "exit_code": r.get("exit_code"), "t": r["t"]}
+    for node in graph.roles:
+        graph.spans[node].append((r["t"], None))
+
+
+def _resumed(graph: Graph, r: Record) -> None:
+    _rewind(graph, r["iteration"])
+    graph.resumes.append({"t": r["t"], "iteration": r["iteration"], "checkpoint": r.get("checkpoint")})
+
+
+def _rewind(graph: Graph, iteration: int | None) -> None:
+    """Forget what came after `iteration`, all of it if None."""
+
+    def kept(number: int | None) -> bool:
+        return iteration is not None and (number or 0) <= iteration
+
+    graph.must_rewind = False
+    graph.samples.rewind(iteration)
+    graph.iterations = {number: each for number, each in graph.iterations.items() if kept(number)}
+    graph.evaluations = [each for each in graph.evaluations if kept(each["iteration"])]
+    graph.checkpoints = [each for each in graph.checkpoints if kept(each["iteration"])]
+    if iteration is None:
+        graph.warm_start = None
+
+
+def _begin_anew_unless_resumed(graph: Graph) -> None:
+    if graph.must_rewind:
+        _rewind(graph, None)
+
+
+# Agents and workers
+
+
+def _agent_up(graph: Graph, r: Record) -> None:
+    graph.homes[r["node"]] = r["home"]
+    if r["node"] not in graph.nodes:
+        graph.nodes.append(r["node"])
+    _set_role(graph, r["node"], r["home"], r["t"])
+
+
+def _set_role(graph: Graph, node: str, role: str, t: float) -> None:
+    if role not in ROLES:
+        _fault(graph, f"node {node} got {role!r}, which is not one of {', '.join(ROLES)}")
+    if graph.roles.get(node) != role:
+        graph.spans.setdefault(node, []).append((t, role))
+    graph.roles[node] = role
+
+
+def _worker_up(graph: Graph, r: Record) -> None:
+    key = (r["node"], r["role"], r["device"])
+    graph.workers[key] = Worker(*key, attempt=r.get("attempt", 1))
+
+
+def _worker_died(graph: Graph, r: Record) -> None:
+    key = (r["node"], r["role"], r["device"])
+    graph.workers[key] = Worker(*key, attempt=r.get("attempt", 1), state="died")
+    graph.deaths.append({name: r.get(name) for name in ("t", "node", "role", "device", "status", "tail")})
+
+
+# Epochs
+
+
+def _moves(r: Record) -> list[Move]:
+    return [Move(m["node"], m["source"], m["target"]) for m in r.get("moves") or []]
+
+
+def _epoch_proposed(graph: Graph, r: Record) -> None:
+    graph.epochs.append(Epoch(r["epoch"], _moves(r), r["t"], iteration=graph.iteration, reason=r.get("reason")))
+
+
+def _settle(graph: Graph, r: Record, state: str) -> Epoch:
+    """The proposal that this record ends."""
+    epoch = graph.epochs[-1] if graph.epochs else None
+    if epoch is None or epoch.number != r["epoch"] or epoch.state != "proposed":
+        _fault(graph, f"epoch {r['epoch']} {state} without having been proposed")
+        epoch = Epoch(r["epoch"], _moves(r), iteration=graph.iteration)
+        graph.epochs.append(epoch)
+    epoch.state, epoch.ended_t = state, r["t"]
+    return epoch
+
+
+def _epoch_committed(graph: Graph, r: Record) -> None:
+    epoch = _settle(graph, r, "committed")
+    epoch.moves = _moves(r) if "moves" in r else epoch.moves
+    epoch.pause_ms, epoch.phases = r.get("pause_ms"), dict(r.get("phases") or {})
+    if epoch.number <= graph.epoch:
+        _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
+    _check_moves(graph, epoch.moves, r["roles"])
+    if r.get("live_requests") and "rollout" not in r["roles"].values():
+        _fault(graph, f"epoch {epoch.number} took the last rollout node while {r['live_requests']} requests were live")
+    graph.epoch = epoch.number
+    for node, role in r["roles"].items():
+        _set_role(graph, node, role, r["t"])
+    if graph.iterations and any(move.target == "training" for move in epoch.moves):
+        graph.iterations[graph.iteration].into_training = True
+
+
+def _check_moves(graph: Graph, moves: list[Move], roles: dict[str, str]) -> None:
+    targets: dict[str, str] = {}
+    for move in moves:
+        before = graph.roles.get(move.node)
+        if move.node in targets and targets[move.node] != move.target:
+            _fault(graph, f"node {move.node} moved to {targets[move.node]} and {move.target} at once")
+        if before is not None and before != move.source:
+            _fault(graph, f"node {move.node} left {move.source}, but its role was {before}")
+        if roles.get(move.node) != move.target:
+            _fault(graph, f"node {move.node} moved to {move.target}, but the new map says {roles.get(move.node)}")
+        targets[move.node] = move.target
+    for node, role in roles.items():
+        if node not in targets and graph.roles.get(node, role) != role:
+            _fault(graph, f"node {node} changed from {graph.roles[node]} to {role} without a move")
+
+
+def _epoch_cancelled(graph: Graph, r: Record) -> None:
+    _settle(graph, r, "cancelled").reason = r.get("reason")
+
+
+# Learning
+
+
+def _iteration_started(graph: Graph, r: Record) -> None:
+    _begin_anew_unless_resumed(graph)
+    for earlier in graph.iterations.values():
+        if earlier.num_steps and not earlier.finished:
+            earlier.finished = True
+            graph.samples.finish(earlier.number)
+    number = r["iteration"]
+    if number in graph.iterations:
+        _fault(graph, f"iteration {number} started again without going back to a checkpoint")
+    else:
+        graph.iterations[number] = Iteration(number, r.get("version"), r["t"])
+    graph.samples.start(number, r.get("samples") or [])
+
+
+def _step_committed(graph: Graph, r: Record) -> None:
+    number = r["iteration"]
+    if number not in graph.iterations:
+        _fault(graph, f"a step of iteration {number}, which was not started")
+    if graph.roles and not graph.with_role("training"):
+        _fault(graph, f"a step of iteration {number} while no node had the role training")
+    iteration = graph.iterations.setdefault(number, Iteration(number))
+    iteration.num_steps += 1
+    iteration.ended_t = r["t"]
+    iteration.finished = iteration.finished or iteration.num_steps >= graph.minibatches
+    graph.samples.step(number, r.get("samples") or [], iteration.finished)
+
+
+def _warm_start_done(graph: Graph, r: Record) -> None:
+    _begin_anew_unless_resumed(graph)
+    graph.warm_start = {"t": r["t"], "steps": r.get("steps"), "loss": r.get("loss")}
+
+
+def _evaluated(graph: Graph, r: Record) -> None:
+    _begin_anew_unless_resumed(graph)
+    names = ("t", "when", "iteration", "accuracy", "size", "timeouts")
+    graph.evaluations.append({name: r.get(name) for name in names})
+
+
+def _checkpoint_saved(graph: Graph, r: Record) -> None:
+    graph.checkpoints.append({"t": r["t"], "iteration": r["iteration"], "path": r.get("path")})
+
+
+_HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
+    "run_started": _run_started,
+    "step_launched": _step_launched,
+    "run_ended": _run_ended,
+    "resumed": _resumed,
+    "agent_up": _agent_up,
+    "worker_up": _worker_up,
+    "worker_died": _worker_died,
+    "epoch_proposed": _epoch_proposed,
+    "epoch_committed": _epoch_committed,
+    "epoch_cancelled": _epoch_cancelled,
+    "iteration_started": _iteration_started,
+    "step_committed": _step_committed,
+    "warm_start_done": _warm_start_done,
+    "evaluated": _evaluated,
+    "checkpoint_saved": _checkpoint_saved,
+}

@@ -1,0 +1,231 @@
+"""The hypergraph of a job: what it consists of and how that hangs together, at one position in the journal.
+
+Vertices: components (`component/rollout`), devices (`device/n1:0`), state objects (`state/weights`, `state/optimizer`)
+and channels (`channel/trajectories`). Hyperedges join any number of them:
+
+- placement  a component and the devices that run it now, with its layout
+- dataflow   a channel and the components at its two ends
+- residency  a state object and the devices that hold it, with its version
+
+A `Graph` holds the facts; vertices and edges are read off them. `fold.py` makes it from journal records, `check.py`
+names the rules it breaks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dynarl.hypergraph.samples import SampleCount
+
+ROLES = ("rollout", "inference", "training")
+
+# Channel: (components that put into it, components that take from it).
+CHANNELS = {
+    "prompts": ((), ("rollout",)),
+    "trajectories": (("rollout",), ("inference",)),
+    "scored": (("inference",), ("training",)),
+    "gradients": (("training",), ("training",)),
+}
+
+
+class Edge(NamedTuple):
+    """A hyperedge, e.g. Edge("placement", ("component/rollout", "device/n1:0"), {"instances": 1})."""
+
+    kind: str
+    vertices: tuple[str, ...]
+    attributes: dict[str, Any]
+
+
+class Move(NamedTuple):
+    """One node that changes role."""
+
+    node: str
+    source: str
+    target: str
+
+
+@dataclass
+class Epoch:
+    """One proposed change of roles and what became of it. `state`: proposed, committed or cancelled."""
+
+    number: int
+    moves: list[Move]
+    proposed_t: float | None = None
+    state: str = "proposed"
+    ended_t: float | None = None
+    iteration: int | None = None
+    reason: str | None = None
+    pause_ms: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Iteration:
+    number: int
+    version: int | None = None
+    started_t: float | None = None
+    ended_t: float | None = None
+    num_steps: int = 0
+    finished: bool = False
+    into_training: bool = False
+
+
+@dataclass
+class Worker:
+    """One role process. `state`: up or died."""
+
+    node: str
+    role: str
+    device: int
+    attempt: int = 1
+    state: str = "up"
+
+
+@dataclass
+class Graph:
+    """The job after the journal record number `version`. Times are unix seconds.
+
+    homes, roles: home and active role of each node whose agent is up; spans: for each node the (time, role) of every
+    change, role None while it has none; faults: rules found broken while the records were taken in.
+    """
+
+    version: int = 0
+    run: str | None = None
+    job_id: str | None = None
+    attempt: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    nodes: list[str] = field(default_factory=list)
+    started_t: float | None = None
+    last_t: float | None = None
+    ended: dict[str, Any] | None = None
+
+    epoch: int = 0
+    homes: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    spans: dict[str, list[tuple[float, str | None]]] = field(default_factory=dict)
+    workers: dict[tuple[str, str, int], Worker] = field(default_factory=dict)
+    epochs: list[Epoch] = field(default_factory=list)
+
+    iterations: dict[int, Iteration] = field(default_factory=dict)
+    samples: SampleCount = field(default_factory=SampleCount)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    warm_start: dict[str, Any] | None = None
+    deaths: list[dict[str, Any]] = field(default_factory=list)
+    resumes: list[dict[str, Any]] = field(default_factory=list)
+    must_rewind: bool = False
+
+    faults: list[str] = field(default_factory=list)
+    unknown_events: Counter[str] = field(default_factory=Counter)
+
+    # Facts of the job
+
+    def setting(self, section: str, key: str, default: Any = None) -> Any:
+        """A value of the job's configuration as the journal has it."""
+        return (self.config.get(section) or {}).get(key, default)
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.setting("cluster", "devices_per_node", 1)
+
+    @property
+    def num_iterations(self) -> int | None:
+        """Iterations the job is to run, None if unknown."""
+        return self.setting("run", "iterations")
+
+    @property
+    def minibatches(self) -> int:
+        return self.setting("algorithm", "minibatches", 1)
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration started last."""
+        return max(self.iterations, default=None)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(iteration.finished for iteration in self.iterations.values())
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights that the running iteration uses."""
+        return self.iterations[self.iteration].version if self.iterations else None
+
+    def with_role(self, role: str) -> list[str]:
+        """Nodes whose active role is `role`."""
+        return [node for node, active in self.roles.items() if active == role]
+
+    @property
+    def owners(self) -> list[str]:
+        """Nodes that hold optimizer state: those whose home is training."""
+        return [node for node, home in self.homes.items() if home == "training"]
+
+    # Moves
+
+    @property
+    def committed(self) -> list[Epoch]:
+        """Epochs in which at least one node moved."""
+        return [epoch for epoch in self.epochs if epoch.state == "committed" and epoch.moves]
+
+    @property
+    def cancelled(self) -> list[Epoch]:
+        return [epoch for epoch in self.epochs if epoch.state == "cancelled"]
+
+    @property
+    def median_pause_ms(self) -> float | None:
+        pauses = [epoch.pause_ms for epoch in self.committed if epoch.pause_ms is not None]
+        return statistics.median(pauses) if pauses else None
+
+    def median_phases_ms(self) -> dict[str, float]:
+        """Median over committed moves of each phase, keys as in the journal (`drain_ms`, ...)."""
+        names = dict.fromkeys(name for epoch in self.committed for name in epoch.phases)
+        return {n: statistics.median(e.phases[n] for e in self.committed if n in e.phases) for n in names}
+
+    @property
+    def into_training_iterations(self) -> int:
+        """Iterations in which at least one node moved into training."""
+        return sum(iteration.into_training for iteration in self.iterations.values())
+
+    # The hypergraph itself
+
+    def devices_of(self, nodes: list[str]) -> tuple[str, ...]:
+        return tuple(f"device/{node}:{device}" for node in nodes for device in range(self.devices_per_node))
+
+    def vertices(self) -> list[str]:
+        channels = [f"channel/{name}" for name in CHANNELS]
+        components = [f"component/{role}" for role in ROLES]
+        return [*components, *self.devices_of(self.nodes), "state/weights", "state/optimizer", *channels]
+
+    def edges(self) -> list[Edge]:
+        return [*(self.placement(role) for role in ROLES), *self._dataflow(), *self._residency()]
+
+    def placement(self, role: str) -> Edge:
+        """Where a component runs. Training: data-parallel replicas are owners or borrowed (gradients only)."""
+        nodes = self.with_role(role)
+        devices = self.devices_of(nodes)
+        if role == "training":
+            tp = self.setting("training", "tp", 1)
+            owners = [node for node in nodes if node in self.owners]
+            layout = {"tp": tp, "dp": len(devices) // tp, "owners": owners, "borrowed": [n for n in nodes if n not in owners]}
+        else:
+            layout = {"instances": len(devices)}
+        return Edge("placement", (f"component/{role}", *devices), layout)
+
+    def _dataflow(self) -> list[Edge]:
+        edges = []
+        for channel, (sources, targets) in CHANNELS.items():
+            ends = dict.fromkeys(f"component/{role}" for role in sources + targets)
+            attributes = {"sources": list(sources), "targets": list(targets)}
+            edges.append(Edge("dataflow", (f"channel/{channel}", *ends), attributes))
+        return edges
+
+    def _residency(self) -> list[Edge]:
+        # Within an iteration every node has the weights, whatever its role.
+        version = {"version": self.weights_version}
+        return [
+            Edge("residency", ("state/weights", *self.devices_of(list(self.roles))), version),
+            Edge("residency", ("state/optimizer", *self.devices_of(self.owners)), version),
+        ]
