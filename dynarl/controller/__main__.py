@@ -53,8 +53,8 @@ class TimeLimitNear(RuntimeError):
 class Controller:
     """One start of the controller on one run."""
 
-    def __init__(self, config: Config, run: Path, resume: bool):
-        self.config, self.run_dir = config, run
+    def __init__(self, config: Config, run: Path, resume: bool, job_class: type[Job] = Job):
+        self.config, self.run_dir, self.job_class = config, run, job_class
         self.attempt = rundir.new_attempt(run)
         self._setup_logging()
         keys.create(rundir.keys(run))
@@ -114,7 +114,7 @@ class Controller:
     async def _one_step(self, home: dict[str, str], restep: int) -> Exception | None:
         """Run the job in one step. None: completed. An exception: the step is of no use any more, start another one."""
         first_epoch = 1000 * (self.attempt - 1) + 100 * restep
-        job = Job(self.config, self.run_dir, self.attempt, home, own_address(self.config.cluster.interface, socket.gethostname()),
+        job = self.job_class(self.config, self.run_dir, self.attempt, home, own_address(self.config.cluster.interface, socket.gethostname()),
                   self.journal, self.writer, self.resume_from, first_epoch)
         try:
             await self._race(job.set_up(), job, starting=True)
@@ -222,14 +222,15 @@ def find_run(config_path: Path, config: Config, run_dir: Path | None) -> tuple[P
     root = rundir.runs_root(config.run.root)
     if run_dir is not None:
         return run_dir, False
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    for run in rundir.all_runs(root):
-        if job_id and job_id in rundir.job_ids(run):
-            return run, True
+    # Job ids come round again (a new cluster, a wrapped counter), so the id alone does not say that this is a restart.
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
+        for run in reversed(rundir.all_runs(root)):
+            if os.environ["SLURM_JOB_ID"] in rundir.job_ids(run):
+                return run, True
     return rundir.create(root, config.run.name), False
 
 
-def main() -> int:
+def main(job_class: type[Job] = Job) -> int:
     parser = argparse.ArgumentParser(prog="dynarl.controller")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--run-dir", type=Path)
@@ -252,7 +253,7 @@ def main() -> int:
     rundir.set_latest(run)
 
     async def start() -> int:
-        return await Controller(config, run, args.resume or restarted).run()
+        return await Controller(config, run, args.resume or restarted, job_class).run()
 
     try:
         return asyncio.run(start())

@@ -85,6 +85,7 @@ class Fleet:
         self._hello = asyncio.Event()
         self._srun: asyncio.subprocess.Process | None = None
         self.ended: asyncio.Task[int] | None = None
+        self.stopping = False
         self._heartbeat = asyncio.create_task(self._beat())
 
     # --- the step
@@ -93,6 +94,7 @@ class Fleet:
         """Start the step on `nodes` and wait for all agents. Returns the command line. Raises SlurmError."""
         self.agents.clear()
         self._hello.clear()
+        self.stopping = False
         argv = command_line(step_spec(self._config, nodes, self.address, self._run, self._attempt))
         log.info("starting the step: %s", " ".join(argv))
         self._srun = await asyncio.create_subprocess_exec(*argv, env=environ.for_srun(os.environ), stdin=asyncio.subprocess.DEVNULL)
@@ -123,6 +125,7 @@ class Fleet:
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the step in good order; kill it when it does not end."""
+        self.stopping = True
         if self._srun is None or self.ended.done():
             return
         await asyncio.gather(*(self.link.call(node, "stop", timeout_s=5.0) for node in self.agents), return_exceptions=True)

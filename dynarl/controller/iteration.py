@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable
 
 from dynarl import wire
-from dynarl.config.schema import Config
+from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Epochs, Outcome, Weights
 from dynarl.controller.fleet import Fleet
 from dynarl.dataflow.ledger import Group, Ledger
@@ -56,10 +56,10 @@ class Iteration:
 
     def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
                  down: set[tuple[str, str]], samples: list[str], *, split: str = "train", temperature: float = 1.0,
-                 train: bool = True, scored_by_inference: bool = True, seed: int | None = None):
+                 train: bool = True, scored_by_inference: bool = True, policy: Policy | None = None):
         self._config, self._fleet, self._epochs, self._weights = config, fleet, epochs, weights
         self._may, self._down, self._split, self._temperature, self._train = may, down, split, temperature, train
-        self._seed = config.run.seed if seed is None else seed
+        self._policy = policy or config.policy
         self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
         self._needs_scoring = scored_by_inference
         self.tally = Tally()
@@ -163,7 +163,7 @@ class Iteration:
         addresses = self._addresses()
         await self._fleet.call(
             node, "generate", requests=[{"sample": s, "holder": h} for s, h in handed], split=self._split,
-            temperature=self._temperature, seed=self._seed, max_response_tokens=self._config.algorithm.max_response_tokens,
+            temperature=self._temperature, seed=self._config.run.seed, max_response_tokens=self._config.algorithm.max_response_tokens,
             holders={h: addresses[h] for h in holders})
 
     def _requests_failed(self, node: str, handed: list[tuple[str, str | None]]) -> None:
@@ -263,11 +263,11 @@ class Iteration:
     # --- roles
 
     def _consider(self, to_train: list[Group]) -> None:
-        if self._change is not None or time.monotonic() - self._last_change < self._config.policy.dwell_s:
+        if self._change is not None or time.monotonic() - self._last_change < self._policy.dwell_s:
             return
-        if not self._train or self._config.policy.name == "static":
+        if not self._train or self._policy.name == "static":
             return
-        moves = decide(self._config.policy, self.view(to_train))
+        moves = decide(self._policy, self.view(to_train))
         # A role without living workers on that node is no destination.
         moves = {node: role for node, role in moves.items() if (node, role) not in self._down}
         if moves:

@@ -71,7 +71,7 @@ class Job:
         self._restarts = 0
         self._reviving: set[asyncio.Task] = set()
         self.down: set[tuple[str, str]] = set()
-        self.last_event = time.monotonic()
+        self.last_event = self.step_started = time.monotonic()
 
     # --- start
 
@@ -80,6 +80,7 @@ class Job:
         config = self.config
         self.may = capabilities(config.policy, self.home)
         argv = await self.fleet.launch(self.home)
+        self.step_started = time.monotonic()
         self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
         self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch)
         self.trainer = Trainer(config, self.fleet, self.home, self.may)
@@ -454,8 +455,12 @@ class Job:
         raise await self._faults.get()
 
     async def step_end(self) -> None:
-        code = await asyncio.shield(self.fleet.ended)
-        raise StepLost(f"the step ended with status {code}")
+        """Raises when the step ends and nobody had asked for it."""
+        while True:
+            code = await asyncio.shield(self.fleet.ended)
+            if not self.fleet.stopping:
+                raise StepLost(f"the step ended with status {code}")
+            await asyncio.sleep(0.5)
 
     async def silence(self) -> None:
         """Raises when nothing has moved for failure.no_progress_s."""
