@@ -17,8 +17,7 @@ def check(graph: Graph, live_requests: int = 0) -> list[str]:
     broken = list(graph.faults)
     if live_requests and graph.roles and not graph.with_role("rollout"):
         broken.append(f"{live_requests} requests are live, but no node has the role rollout")
-    everyone_is_up = bool(graph.nodes) and len(graph.homes) == len(graph.nodes)
-    if everyone_is_up and not graph.owners:
+    if graph.step_nodes and not graph.owners:
         broken.append("no node has training as its home: nobody owns the optimizer state")
     tally = graph.samples.tally()
     if tally.lost:

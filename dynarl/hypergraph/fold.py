@@ -47,10 +47,13 @@ def _fault(graph: Graph, text: str) -> None:
 
 
 def _run_started(graph: Graph, r: Record) -> None:
-    _leave_roles(graph, r["t"])
-    graph.run, graph.config = r["run"], r.get("config") or {}
+    _leave_roles(graph, r["t"], list(graph.roles))
+    graph.run = r["run"]
+    if isinstance(r.get("config"), dict):
+        graph.config = r["config"]
     graph.job_id = str(r["job_id"]) if r.get("job_id") is not None else None
     graph.nodes = list(r.get("nodes") or [])
+    graph.planned_iterations = r.get("iterations")
     graph.started_t = graph.started_t or r["t"]
     graph.ended = None
     graph.must_rewind = graph.attempt > 0
@@ -58,14 +61,21 @@ def _run_started(graph: Graph, r: Record) -> None:
 
 
 def _step_launched(graph: Graph, r: Record) -> None:
-    """A new MPI world: agents, workers and epoch numbers begin anew."""
-    _leave_roles(graph, r["t"])
+    """All agents of a new step are up (their records come before this one); nodes that are not in it are gone."""
+    graph.step_nodes = list(r.get("nodes") or graph.homes)
+    _leave_roles(graph, r["t"], [node for node in graph.roles if node not in graph.step_nodes])
+    graph.epoch = 0
 
 
-def _leave_roles(graph: Graph, t: float) -> None:
-    for node in graph.roles:
+def _leave_roles(graph: Graph, t: float, nodes: list[str]) -> None:
+    for node in nodes:
         graph.spans[node].append((t, None))
-    graph.roles, graph.homes, graph.workers, graph.epoch = {}, {}, {}, 0
+        del graph.roles[node], graph.homes[node]
+        _forget_workers(graph, node)
+
+
+def _forget_workers(graph: Graph, node: str) -> None:
+    graph.workers = {key: worker for key, worker in graph.workers.items() if worker.node != node}
 
 
 def _run_ended(graph: Graph, r: Record) -> None:
@@ -103,6 +113,7 @@ def _begin_anew_unless_resumed(graph: Graph) -> None:
 
 
 def _agent_up(graph: Graph, r: Record) -> None:
+    _forget_workers(graph, r["node"])
     graph.homes[r["node"]] = r["home"]
     if r["node"] not in graph.nodes:
         graph.nodes.append(r["node"])
@@ -151,18 +162,20 @@ def _settle(graph: Graph, r: Record, state: str) -> Epoch:
 
 
 def _epoch_committed(graph: Graph, r: Record) -> None:
-    epoch = _settle(graph, r, "committed")
-    epoch.moves = _moves(r) if "moves" in r else epoch.moves
-    epoch.pause_ms, epoch.phases = r.get("pause_ms"), dict(r.get("phases") or {})
-    if epoch.number <= graph.epoch:
-        _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
-    _check_moves(graph, epoch.moves, r["roles"])
+    moves = _moves(r)
+    # Without moves it announces the map that a step starts with; nothing was proposed or voted on.
+    if moves:
+        epoch = _settle(graph, r, "committed")
+        epoch.moves, epoch.pause_ms, epoch.phases = moves, r.get("pause_ms"), dict(r.get("phases") or {})
+        if epoch.number <= graph.epoch:
+            _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
+    _check_moves(graph, moves, r["roles"])
     if r.get("live_requests") and "rollout" not in r["roles"].values():
-        _fault(graph, f"epoch {epoch.number} took the last rollout node while {r['live_requests']} requests were live")
-    graph.epoch = epoch.number
+        _fault(graph, f"epoch {r['epoch']} took the last rollout node while {r['live_requests']} requests were live")
+    graph.epoch = r["epoch"]
     for node, role in r["roles"].items():
         _set_role(graph, node, role, r["t"])
-    if graph.iterations and any(move.target == "training" for move in epoch.moves):
+    if graph.iterations and any(move.target == "training" for move in moves):
         graph.iterations[graph.iteration].into_training = True
 
 

@@ -88,8 +88,9 @@ class Worker:
 class Graph:
     """The job after the journal record number `version`. Times are unix seconds.
 
-    homes, roles: home and active role of each node whose agent is up; spans: for each node the (time, role) of every
-    change, role None while it has none; faults: rules found broken while the records were taken in.
+    nodes: of the allocation; step_nodes: those of the running step; homes, roles: home and active role of each node
+    whose agent is up; spans: for each node the (time, role) of every change, role None while it has none;
+    faults: rules found broken while the records were taken in.
     """
 
     version: int = 0
@@ -97,7 +98,9 @@ class Graph:
     job_id: str | None = None
     attempt: int = 0
     config: dict[str, Any] = field(default_factory=dict)
+    planned_iterations: int | None = None
     nodes: list[str] = field(default_factory=list)
+    step_nodes: list[str] = field(default_factory=list)
     started_t: float | None = None
     last_t: float | None = None
     ended: dict[str, Any] | None = None
@@ -134,7 +137,7 @@ class Graph:
     @property
     def num_iterations(self) -> int | None:
         """Iterations the job is to run, None if unknown."""
-        return self.setting("run", "iterations")
+        return self.setting("run", "iterations", self.planned_iterations)
 
     @property
     def minibatches(self) -> int:

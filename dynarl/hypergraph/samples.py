@@ -98,6 +98,6 @@ def _count(number: int, entry: _Iteration) -> tuple[Tally, bool]:
     distinct = set(trained)
     doubled = sum(count > 1 for count in Counter(trained).values()) if len(distinct) < len(trained) else 0
     lost = len(started - distinct) if entry.finished else 0
-    prefix = f"{number}:"
-    strays = not all(sample.startswith(prefix) for sample in started | distinct)
+    prefix = f"\n{number}:"
+    strays = any(text and f"\n{text}".count(prefix) <= text.count("\n") for text in [entry.started, *entry.steps])
     return Tally(len(distinct), lost, doubled), strays

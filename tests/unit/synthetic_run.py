@@ -66,7 +66,6 @@ class SyntheticRun:
         rundir.add_job(self.run, job_id) if self.attempt == 1 else None
         self.record("journal_opened", host="n1", pid=1)
         self.record("run_started", run=self.run.name, config=self.config, job_id=str(job_id), nodes=self.nodes, attempt=self.attempt)
-        self.record("step_launched", step=0, command="srun ...", nodes=self.nodes)
         self.roles = {}
         for rank, (node, home) in enumerate(self.homes.items()):
             self.wait(0.1)
@@ -76,6 +75,8 @@ class SyntheticRun:
             for role in dict.fromkeys([home, "training"]):
                 self.record("worker_up", node=node, role=role, device=0, attempt=1)
                 self.log(rundir.worker_log(self.run, self.attempt, node, role, 0, 1), f"{node}-{role}-0 INFO up")
+        self.record("step_launched", step=self.attempt, command=["srun", "..."], nodes=self.nodes)
+        self.record("epoch_committed", epoch=0, roles=self.roles, moves=[], phases={}, pause_ms=0.0)
         self.log(rundir.controller_log(self.run, self.attempt), "controller INFO all agents are up")
 
     def move(self, target: str, nodes: list[str], commit: bool = True) -> None:

@@ -27,7 +27,8 @@ def records(*events):
 
 def job(nodes=("a", "b"), homes=("rollout", "training"), **config):
     started = ("run_started", {"run": "r", "config": config, "job_id": 7, "nodes": list(nodes), "attempt": 1})
-    return [started, *(("agent_up", {"node": n, "rank": i, "home": h}) for i, (n, h) in enumerate(zip(nodes, homes)))]
+    agents = [("agent_up", {"node": n, "rank": i, "home": h}) for i, (n, h) in enumerate(zip(nodes, homes))]
+    return [started, *agents, ("step_launched", {"step": 0, "command": [], "nodes": list(nodes)})]
 
 
 def change(number, roles, **moves):
@@ -95,7 +96,10 @@ def test_the_edges_say_what_runs_where_with_which_layout():
         ("changed from rollout to training without a move", change(1, {"a": "training"})),
         ("which is not one of", change(1, {"a": "cook"}, a=("rollout", "cook"))),
         ("committed without having been proposed", change(1, {"a": "training"}, a=("rollout", "training"))[1:]),
-        ("epoch 3 committed after epoch 5", change(5, {}) + change(3, {})),
+        (
+            "epoch 3 committed after epoch 5",
+            change(5, {"a": "inference"}, a=("rollout", "inference")) + change(3, {"a": "rollout"}, a=("inference", "rollout")),
+        ),
         ("a step of iteration 4, which was not started", [("step_committed", {"iteration": 4, "samples": []})]),
         ("has no field 'epoch'", [("epoch_cancelled", {"reason": "x"})]),
         (
@@ -132,6 +136,22 @@ def test_a_job_whose_optimizer_nobody_owns_is_named():
     assert check(fold(records(*job(homes=("rollout", "inference"))))) == [
         "no node has training as its home: nobody owns the optimizer state"
     ]
+
+
+def test_a_node_that_the_next_step_does_not_have_is_gone():
+    again = [("agent_up", {"node": "b", "rank": 0, "home": "training"}), ("step_launched", {"step": 1, "nodes": ["b"]})]
+    worker = ("worker_up", {"node": "a", "role": "rollout", "device": 0, "attempt": 1})
+    graph = fold(records(*job(), worker, *change(1, {"a": "training"}, a=("rollout", "training")), *again))
+    assert (graph.roles, graph.owners, graph.workers, graph.epoch) == ({"b": "training"}, ["b"], {}, 0)
+    assert graph.nodes == ["a", "b"]
+    assert graph.spans["a"][-1] == (9.0, None)
+    assert check(graph) == []
+
+
+def test_an_epoch_without_moves_announces_the_map():
+    announced = ("epoch_committed", {"epoch": 0, "roles": {"a": "rollout", "b": "training"}, "moves": []})
+    graph = fold(records(*job(), announced))
+    assert (check(graph), graph.committed) == ([], [])
 
 
 def test_unknown_events_and_fields_are_ignored():
