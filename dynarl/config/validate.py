@@ -137,10 +137,10 @@ def _shape(config: Config) -> Shape:
 
 def _batches(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    samples = algorithm.prompts_per_step * algorithm.group_size
-    if samples % algorithm.minibatches:
-        yield (f"algorithm.prompts_per_step {algorithm.prompts_per_step} x group_size {algorithm.group_size} = {samples} samples "
-               f"do not divide into algorithm.minibatches = {algorithm.minibatches} ({samples / algorithm.minibatches:.2f} each)")
+    if algorithm.prompts_per_step % algorithm.minibatches:
+        yield (f"algorithm.prompts_per_step = {algorithm.prompts_per_step} groups (of {algorithm.group_size} samples, never split) do not "
+               f"divide into algorithm.minibatches = {algorithm.minibatches} "
+               f"({algorithm.prompts_per_step / algorithm.minibatches:.2f} groups each)")
     if algorithm.prompts_per_step > config.task.train_size:
         yield f"algorithm.prompts_per_step = {algorithm.prompts_per_step} is more than task.train_size = {config.task.train_size}"
     longest = algorithm.max_prompt_tokens + algorithm.max_response_tokens

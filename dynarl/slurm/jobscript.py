@@ -8,14 +8,15 @@ that come from the configuration.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
 
-from dynarl.config import load
+from dynarl.config import load, validate
 from dynarl.config.schema import Config
 from dynarl.errors import DynarlError
-from dynarl.slurm import timelimit
+from dynarl.slurm import cli_client, preflight, timelimit
 
 SHARE = Path(__file__).resolve().parents[1] / "share"
 
@@ -80,13 +81,16 @@ def prologue(config: Config) -> str:
 
 
 def main() -> None:
-    """Check the configuration and print its prologue; other arguments of the script are the controller's."""
+    """Inside the job: check what can be checked before anything starts, and print the prologue."""
     parser = argparse.ArgumentParser(prog="dynarl.slurm")
     parser.add_argument("config")
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    arguments, _ = parser.parse_known_args()
+    arguments, _ = parser.parse_known_args()  # the others are the controller's
     try:
-        print(prologue(load.load(arguments.config, arguments.overrides)))
+        config = load.load(arguments.config)
+        if nodes := os.environ.get("SLURM_JOB_NUM_NODES"):
+            validate.check_allocation(config, int(nodes))
+        preflight.require(cli_client.CliClient(), config, allocated=True)
+        print(prologue(config))
     except DynarlError as error:
         print(f"dynarl.slurm: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -38,7 +38,8 @@ def test_what_works_is_accepted(written):
     ("cluster: {devices_per_node: 6}\ntraining: {tp: 6}\nmodel: {hidden_size: 120, heads: 12, kv_heads: 4, ffn_size: 240}",
      "model.kv_heads = 4 is neither a multiple nor a divisor of training.tp = 6"),
     ("algorithm: {max_prompt_tokens: 300}", "300 + algorithm.max_response_tokens 256 = 556 tokens, but model.max_position = 512"),
-    ("algorithm: {minibatches: 3}", "prompts_per_step 32 x group_size 8 = 256 samples do not divide into algorithm.minibatches = 3 (85.33 each)"),
+    ("algorithm: {minibatches: 3}", "prompts_per_step = 32 groups (of 8 samples, never split) do not divide into algorithm.minibatches = 3 "
+     "(10.67 groups each)"),
     ("training: {max_tokens_per_micro_batch: 100}", "does not hold one sample of 64 + 256 = 320 tokens"),
     ("task: {train_size: 8}", "algorithm.prompts_per_step = 32 is more than task.train_size = 8"),
     ("training: {lr: .inf}", "training.lr = inf"),
