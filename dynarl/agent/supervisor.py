@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
-from dynarl.slurm.environ import for_worker
+from dynarl.slurm.environ import for_worker, identity
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,7 @@ class Supervisor:
             raise RuntimeError(f"{name} is already running (pid {self.workers[name].process.pid})")
         attempt = self._attempts[name] = self._attempts.get(name, 0) + 1
         path = self._log_dir / f"{name}.{attempt}.log"
-        environment = for_worker(os.environ) | {
-            "DYNARL_ROLE": role,
-            "DYNARL_DEVICE": str(device),
-            "PYTHONUNBUFFERED": "1",
-        } | env
+        environment = for_worker(os.environ, identity(role, device) | env)
         if device_kind == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = visible_device(os.environ, device)
         command = [python or sys.executable, "-m", f"dynarl.roles.{role}.worker", "--socket", self._address, "--name", name]

@@ -30,6 +30,7 @@ from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities, start_roles
+from dynarl.slurm import environ
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +127,8 @@ class Job:
 
     async def _start_worker(self, node: str, role: str, device: int) -> None:
         python = {"rollout": self.config.rollout, "inference": self.config.inference, "training": self.config.training}[role].python
-        env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        if self.config.cluster.interface:
-            env |= {"GLOO_SOCKET_IFNAME": self.config.cluster.interface, "NCCL_SOCKET_IFNAME": self.config.cluster.interface}
-        started = await self.fleet.call(node, "start_worker", role=role, device=device, python=python, env=env | self.config.cluster.env,
+        env = environ.model_settings(self.config.cluster.interface) | self.config.cluster.env
+        started = await self.fleet.call(node, "start_worker", role=role, device=device, python=python, env=env,
                                         device_kind=self.config.cluster.device, limit_s=self.config.rollout.start_timeout_s)
         self.journal.append("worker_up", node=node, role=role, device=device, attempt=started["attempt"])
 

@@ -75,6 +75,23 @@ def for_worker(environment: Mapping[str, str], extra: Mapping[str, str] | None =
     return kept | dict(extra or {})
 
 
+def identity(role: str, device: int) -> dict[str, str]:
+    """What a worker is told about itself."""
+    return {"DYNARL_ROLE": role, "DYNARL_DEVICE": str(device), "PYTHONUNBUFFERED": "1"}
+
+
+def model_settings(interface: str | None) -> dict[str, str]:
+    """Defaults of the workers that run a model, under those of cluster.env."""
+    settings = {
+        "OMP_NUM_THREADS": "1",  # several workers share the cores of a node
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # otherwise the order may differ from nvidia-smi's, and between processes
+    }
+    if interface:
+        settings |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return settings
+
+
 def is_secret(name: str) -> bool:
     """True where the name says that the value must not be shown: *_KEY, *_TOKEN, *SECRET*, *PASSWORD* ..."""
     return bool(_SECRET.search(name))
