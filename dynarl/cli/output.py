@@ -6,7 +6,6 @@ unless the key says otherwise (`_ms`). In JSON mode an error is an object on std
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 from typing import IO, TYPE_CHECKING, Any, Callable
@@ -100,25 +99,3 @@ def table(*columns: str) -> Any:
     for column in columns:
         result.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     return result
-
-
-def iso_time(unix_s: float | None) -> str | None:
-    """`2026-01-31T12:00:00Z`, the form of all times in JSON."""
-    if unix_s is None:
-        return None
-    time = datetime.datetime.fromtimestamp(unix_s, datetime.timezone.utc)
-    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def duration(seconds: float | None) -> str:
-    """For people: `0.4s`, `12s`, `3m05s`, `2h07m`; "-" when unknown."""
-    if seconds is None:
-        return "-"
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

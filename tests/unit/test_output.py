@@ -1,7 +1,6 @@
 import json
 
 import click
-import pytest
 from click.testing import CliRunner
 
 from dynarl.cli import output
@@ -49,15 +48,3 @@ def test_an_error_in_json_mode_is_an_object_on_stdout_and_its_exit_code():
 
 def test_a_pipe_gets_no_colour_codes():
     assert "\x1b" not in invoke().stdout
-
-
-@pytest.mark.parametrize(
-    "seconds, text", [(None, "-"), (0.04, "0.0s"), (9.96, "10s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m")]
-)
-def test_durations_are_short(seconds, text):
-    assert output.duration(seconds) == text
-
-
-def test_times_are_iso_8601_in_utc():
-    assert output.iso_time(1_700_000_000.25) == "2023-11-14T22:13:20.250Z"
-    assert output.iso_time(None) is None
