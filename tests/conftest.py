@@ -1,1 +1,78 @@
-"""Its place here puts tests/ on the import path, so that tests of every folder can import the helpers beside it."""
+"""Fixtures for all tests. Its place here puts tests/ on the import path, so that tests of every folder can import the helpers
+beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dynarl.slurm.mini import MiniSlurmError, preflight
+from dynarl.slurm.mini.handle import MiniSlurm
+from dynarl.slurm.mini.processes import Process
+
+# One directory of clusters per test run, named after its process: a later run stops what a killed one left.
+CLUSTERS = Path("/tmp/dynarl-clusters")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "integration: runs on a real Slurm (needs root and Debian's Slurm packages)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "minislurm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session")
+def minislurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., MiniSlurm]]:
+    """`minislurm(nodes=2, quota=None, gpus=0)`: a real cluster of that shape, idle and healthy; see MiniSlurm for its use.
+
+    Clusters stay up until the session ends, and tests that ask for the same shape share one. A test may leave jobs behind (they
+    are cancelled), fail nodes, or take the cluster down: the next one that asks gets a sound one. The current directory, the
+    checkout and all of pytest's temporary directories are visible on the nodes.
+    """
+    preflight.complete_path()
+    try:
+        preflight.check()
+    except MiniSlurmError as error:
+        pytest.skip(f"no minislurm here: {error}")
+    _stop_clusters_of_killed_runs()
+    me = Process.of(os.getpid())
+    top = CLUSTERS / f"{me.pid}-{me.start}"
+    top.mkdir(parents=True, mode=0o700)
+    shares = (str(tmp_path_factory.getbasetemp()),)
+
+    def cluster(nodes: int = 2, quota: float | None = None, gpus: int = 0, cpus: int = 4) -> MiniSlurm:
+        state_dir = top / f"{nodes}n-{quota}q-{gpus}g-{cpus}c"
+        shape = {"nodes": nodes, "cpu_quota": quota, "gpus_per_node": gpus, "cpus_per_node": cpus}
+        handle = MiniSlurm(state_dir)
+        if handle.status()["state"] in ("degraded", "broken"):
+            handle.down()
+        handle = MiniSlurm.start(state_dir, **shape, shares=shares)
+        if handle.run(["squeue", "-h"]).stdout:
+            handle.down()  # jobs of an earlier test: quicker than to wait until Slurm has ended and cleaned up each
+            handle = MiniSlurm.start(state_dir, **shape, shares=shares)
+        return handle
+
+    yield cluster
+    _stop_clusters(top)
+
+
+def _stop_clusters(top: Path) -> None:
+    for state_dir in top.iterdir():
+        MiniSlurm(state_dir).down()
+    shutil.rmtree(top)
+
+
+def _stop_clusters_of_killed_runs() -> None:
+    for top in CLUSTERS.iterdir() if CLUSTERS.is_dir() else ():
+        pid, start = map(int, top.name.split("-"))
+        if not Process(pid, start).alive():
+            print(f"stopping clusters of test run {pid}, which was killed", file=sys.stderr)
+            _stop_clusters(top)

@@ -12,10 +12,11 @@ network link leads from it to the bridge, so sbatch, squeue and scancel work on 
     cgroup.py      CPU quota per node, cgroup v1 and v2
     processes.py   whose process is it; killing exactly those
     preflight.py   root, packages, kernel rights
-    node.py        the first process of a node
+    node.py        the first process of a node; hosts.py starts it
     cluster.py     up, down, fail, restore
     status.py      what is there now
     cli.py         commands and printing
+    handle.py      the same for Python programs: tests, benchmarks
 
 Only the standard library is used, and nothing of the rest of dynarl: it has to run on a bare machine.
 """

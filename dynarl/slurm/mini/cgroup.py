@@ -91,20 +91,6 @@ class Cgroup:
         except FileNotFoundError:
             return set()
 
-    def cpu_seconds(self, name: str) -> float | None:
-        """CPU time used so far by a host's processes; None where this hierarchy does not count it (v1 without cpuacct)."""
-        group = self.host(name)
-        if self.version == 2:
-            for line in (group / "cpu.stat").read_text().splitlines():
-                if line.startswith("usage_usec "):
-                    return int(line.split()[1]) / 1e6
-        usage = group / "cpuacct.usage"
-        return int(usage.read_text()) / 1e9 if usage.exists() else None
-
-    def remove(self, name: str, timeout_s: float = 5.0) -> bool:
-        """Remove a host's group. False if the kernel still counts processes in it after `timeout_s`."""
-        return _rmdir(self.host(name), timeout_s)
-
     def remove_all(self, timeout_s: float = 5.0) -> list[Path]:
         """Remove the groups of all hosts and the one above them. Returns those that could not be."""
         if not self.base.is_dir():

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,8 @@ DEFAULT_NAME = "mini"
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     preflight.complete_path()
+    # So that `up` takes back what it began also when it is ended by a timeout or a test runner.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return args.command(args, Paths.of(_state_dir(args)))
     except MiniSlurmError as error:

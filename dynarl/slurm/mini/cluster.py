@@ -183,7 +183,7 @@ def _start_head(paths: Paths, record: Record, cgroup: Cgroup | None, version: tu
     head.expect("ready daemons")
     head.close()
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not _listens(subnet.head, SLURMCTLD_PORT):
+    while not net.listens(head.pid, SLURMCTLD_PORT):
         if time.monotonic() > deadline:
             raise MiniSlurmError(f"slurmctld does not answer; its log ends:\n{_tail(paths, 'slurmctld')}")
         time.sleep(0.05)
@@ -203,14 +203,6 @@ def _start_nodes(record: Record, nodes: list[Starting]) -> None:
     for node in nodes:
         node.expect("ready daemons")
         node.close()
-
-
-def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def slurm_states(paths: Paths) -> dict[str, str]:

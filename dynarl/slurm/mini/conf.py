@@ -51,6 +51,7 @@ SlurmctldPidFile={paths.local}/slurmctld.pid
 SlurmdPidFile={paths.local}/slurmd.pid
 SlurmctldLogFile={paths.log}/slurmctld.log
 SlurmdLogFile={paths.log}/slurmd-%n.log
+MailProg=/bin/true
 JobCompType=jobcomp/filetxt
 JobCompLoc={paths.log}/jobs.txt
 
@@ -68,12 +69,13 @@ SlurmdTimeout={spec.slurmd_timeout_s}
 ReturnToService=2
 # Nodes can be slow (a quota of a quarter core): give messages time, so that slow is not taken for lost.
 MessageTimeout=30
+TCPTimeout=5
 BatchStartTimeout=60
 KillWait=5
 JobRequeue=1
 MinJobAge=300
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2,sched_interval=5,batch_sched_delay=1
+SchedulerParameters=bf_interval=2,sched_interval=5,batch_sched_delay=0
 
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP

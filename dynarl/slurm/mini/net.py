@@ -14,6 +14,7 @@ import subprocess
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from dynarl.slurm.mini import MiniSlurmError
 
@@ -130,6 +131,16 @@ link set {name} master br0 up
 def unlink_node(head_pid: int, name: str) -> None:
     """Pull a node's cable: from now on it is silent to the others, as a machine without power is."""
     subprocess.run(["nsenter", "-t", str(head_pid), "-n", "ip", "link", "del", name], capture_output=True)
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether anything listens on a TCP port in the network namespace of process `pid`. Looks, and does not connect: daemons
+    take a connection without a message for an error."""
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state = line.split()[:4]
+        if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+            return True
+    return False
 
 
 def login_link_gone(link: str, cluster_id: str, timeout_s: float = 5.0) -> bool:

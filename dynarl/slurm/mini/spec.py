@@ -12,8 +12,8 @@ from dynarl.slurm.mini import MiniSlurmError
 HEAD = "head"
 MAX_NODES = 200  # a /24 holds 254 addresses, of which the head and the login node take one each
 MIN_QUOTA = 0.05  # cores: 1 ms in each period of 20 ms; the kernel refuses less than 1 ms
-# Unix sockets are addressed by paths of at most 107 bytes. The longest under the state directory is that of a Slurm step,
-# local/spool/<node>_<job>.<step> and PMIx's own beside it, about 45 bytes.
+# Unix sockets are addressed by paths of at most 107 bytes. The longest under the state directory is that of Slurm's PMIx server,
+# /local/spool/stepd.slurm.pmix.<job>.<step>, with up to 47 bytes.
 MAX_STATE_DIR_BYTES = 60
 
 

@@ -32,7 +32,6 @@ def status(paths: Paths) -> dict:
             "powered": record.init(name) is not None,
             "address": subnet.node(i),
             "processes": owners.count(label(record.id, name)),
-            "cpu_seconds": group.cpu_seconds(name) if group else None,
         }
         for i, name in enumerate(record.spec.node_names)
     ]
