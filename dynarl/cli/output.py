@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Callable
 
 import click
@@ -63,10 +64,13 @@ def format_option(*formats: str, default: str | None = "table") -> Callable:
     )
 
 
-def print_json(data: dict[str, Any]) -> None:
-    """Print one JSON object with the schema number in front. Floats that are not finite become null."""
-    text = msgspec.json.format(msgspec.json.encode({"schema": SCHEMA, **data}), indent=2)
-    click.echo(text.decode())
+def print_json(data: dict[str, Any], target: Path | None = None) -> None:
+    """Print one JSON object with the schema number in front, or write it to a file. Floats not finite become null."""
+    text = msgspec.json.format(msgspec.json.encode({"schema": SCHEMA, **data}), indent=2).decode()
+    if target is None:
+        click.echo(text)
+    else:
+        target.write_text(text + "\n", encoding="utf-8")
 
 
 def note(message: str) -> None:
