@@ -4,7 +4,7 @@ Layers, a later one wins key by key (lists and free-form tables are replaced who
 
     built-in < cluster file < job file < --set
 
-The cluster file holds the same sections as a job file. It is $DYNARL_CLUSTER (a path, or a name), else
+The cluster file holds the same sections as a job file. It is $DYNARL_CLUSTER (a path, a name, or `none`), else
 /etc/dynarl/clusters.d/$SLURM_CLUSTER_NAME.yaml, else the only file in /etc/dynarl/clusters.d.
 """
 
@@ -28,6 +28,7 @@ from dynarl.errors import ConfigError
 
 SITE_CLUSTERS = Path("/etc/dynarl/clusters.d")
 BUILT_IN = "built-in"
+NO_CLUSTER = "none"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def dump(config: Config) -> str:
 def cluster_file() -> Path | None:
     """The site's layer, or None. Raises ConfigError where $DYNARL_CLUSTER names nothing or the choice is unclear."""
     wanted = os.environ.get("DYNARL_CLUSTER")
+    if wanted == NO_CLUSTER:
+        return None
     if wanted:
         candidates = [Path(wanted)] if "/" in wanted or wanted.endswith((".yaml", ".yml")) else [SITE_CLUSTERS / f"{wanted}.yaml"]
         for candidate in candidates:

@@ -60,8 +60,8 @@ def sbatch_command(config: Config, run: Path, resume: bool = False) -> list[str]
 
 
 def environment(python: str = sys.executable) -> dict[str, str]:
-    """What the job script has to be told: where it runs from."""
-    found = {"DYNARL_PYTHON": python}
+    """What the job script has to be told: where it runs from, and that its configuration is complete."""
+    found = {"DYNARL_PYTHON": python, "DYNARL_CLUSTER": load.NO_CLUSTER}
     if (root := home()) is not None:
         found["DYNARL_HOME"] = str(root)
     return found
