@@ -160,8 +160,7 @@ def job_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def run_job(config: Path, overrides: list[str], environment: dict[str, str]) -> int:
     say(f"Submitting {config.name}")
     options = [word for override in overrides for word in ("--set", override)]
-    submitted = answer([DYNARL, "submit", str(config), *options], environment)
-    run = submitted["run"]
+    run = answer([DYNARL, "submit", str(config), *options], environment)["directory"]
     began = time.monotonic()
     try:
         subprocess.run([DYNARL, "watch", run], env=environment)
@@ -182,6 +181,7 @@ def report(status: dict, wall_s: float, environment: dict[str, str]) -> None:
         say(f"  held-out accuracy   {percent(accuracy['start'])} before, {percent(accuracy['end'])} after")
     say(f"  moves               {moves['committed']} committed, {moves['cancelled']} cancelled")
     say(f"  samples             {samples['trained']} trained, {samples['lost']} lost, {samples['doubled']} doubled")
+    say(f"  everything is in    {status['path']}")
     drawn = subprocess.run([DYNARL, "timeline", run, "-o", "png"], env=environment, capture_output=True, text=True)
     if drawn.returncode == 0:
         say(f"  timeline            {drawn.stdout.strip()}")
