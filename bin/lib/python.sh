@@ -21,7 +21,7 @@ install_venv() {
     # Unfinished from here on, whatever happens.
     rm -f "$STAMP"
     make_venv "$python"
-    install_torch
+    install_torch "$(requirement torch)"
     step "Python packages ($(IFS=,; echo "${EXTRAS[*]}"))" install_requirements
     step "$(requirement megatron-core)" pip install --no-deps --ignore-requires-python "$(requirement megatron-core)"
     step "dynarl itself, editable" pip install --no-deps --editable "$TOP"
@@ -68,9 +68,9 @@ requirements() { "$VENV/bin/python" "$TOP/bin/lib/requirements.py" "$@"; }
 
 requirement() { requirements show "$1" "${EXTRAS[@]}"; }
 
+# install_torch torch==VERSION
 install_torch() {
-    local torch version
-    torch=$(requirement torch)
+    local torch=$1 version
     version=${torch##*==}
     if "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null; then
         return

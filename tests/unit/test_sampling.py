@@ -3,7 +3,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dynarl.roles.rollout.sampling import sample_tokens, stream_key, uniforms  # noqa: E402
+from dynarl.roles.rollout.engine import stream_key  # noqa: E402
+from dynarl.roles.rollout.sampling import sample_tokens, uniforms  # noqa: E402
 
 
 def stream(seed, sample, count):

@@ -1,7 +1,7 @@
 """Forward pass of a Llama-like decoder, over its Hugging Face weights, with as few kernel launches as it can have.
 
-Why not the modules of transformers: at the sizes and batches of a rollout on CPU their Python takes several times as long
-as the arithmetic, and importing them takes longer than starting the rest of the worker.
+Why not the modules of transformers: on small models their forward alone takes half as long again as a whole step of the
+engine, sampling included, and importing them costs three times what importing torch does (docs/rollout-engines.md).
 
 Shapes: N tokens (of all requests together), D head size, H query heads, K key-value heads.
 """

@@ -12,6 +12,7 @@ there as a request whose `response` is not empty. Keys and values are computed a
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 
 import msgspec
@@ -28,7 +29,7 @@ class Request(msgspec.Struct):
 
     prompt, response: int32 token ids; logprobs: float32, one per token of `response` (what was sampled so far, empty
     for a fresh request). max_response_tokens counts the tokens of `response` too. temperature 0 is greedy.
-    Token i of the answer depends on the logits and on (seed, sample, i) alone.
+    A token depends on the logits, on (seed, sample) and on its position in the sequence alone.
     """
 
     sample: str
@@ -110,6 +111,12 @@ class Engine(ABC):
 
     def close(self) -> None:
         """End what belongs to the engine."""
+
+
+def stream_key(seed: int, sample: str) -> int:
+    """The key of a sample's random numbers, 63 bits; other samples and other seeds have unrelated ones."""
+    # Not 64: SGLang takes its seeds as signed numbers.
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def check_request(request: Request, known: set[str] | dict, vocab_size: int, max_tokens: int) -> None:

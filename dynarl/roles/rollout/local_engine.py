@@ -15,9 +15,9 @@ import torch
 
 from dynarl import wire
 from dynarl.roles.rollout.decoder import Decoder, read_config
-from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Request, check_request
+from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Request, check_request, stream_key
 from dynarl.roles.rollout.kv_cache import KVCache
-from dynarl.roles.rollout.sampling import sample_tokens, stream_key, uniforms
+from dynarl.roles.rollout.sampling import sample_tokens, uniforms
 
 # Padded tokens of one prefill: bounds its memory, and how long running requests wait for it.
 PREFILL_TOKENS = 8192
@@ -61,10 +61,9 @@ class LocalEngine(Engine):
         # One entry per row: its last token (not in the cache yet) and that token's position, and what sampling needs.
         self._last = np.zeros(max_running, np.int64)
         self._position = np.zeros(max_running, np.int64)
-        self._answered = np.zeros(max_running, np.int64)
         self._key = np.zeros(max_running, np.uint64)
         self._temperature = np.zeros(max_running, np.float32)
-        self._columns = (self._last, self._position, self._answered, self._key, self._temperature)
+        self._columns = (self._last, self._position, self._key, self._temperature)
         self.load(model_dir, version)
 
     def load(self, model_dir: str, version: int) -> None:
@@ -177,7 +176,6 @@ class LocalEngine(Engine):
             self._key[row] = running.key
             self._temperature[row] = running.request.temperature
             self._position[row] = len(running.tokens) - 1
-            self._answered[row] = len(running.response)
             admitted.append(running)
         return admitted
 
@@ -214,13 +212,12 @@ class LocalEngine(Engine):
         """Draw the next token of the rows from `first_row` on and note it."""
         n = len(self._rows)
         rows = slice(first_row, n)
-        drawn = torch.from_numpy(uniforms(self._key[rows], self._answered[rows])).to(logits.device)
+        drawn = torch.from_numpy(uniforms(self._key[rows], self._position[rows])).to(logits.device)
         temperature = torch.from_numpy(self._temperature[rows]).to(logits.device)
         ids, logprobs = sample_tokens(logits, temperature, drawn)
         ids = ids.cpu()
         self._last[rows] = ids.numpy()
         self._position[rows] += 1
-        self._answered[rows] += 1
         for running, token, logprob in zip(self._rows[rows], ids.tolist(), logprobs.tolist()):
             running.response.append(token)
             running.tokens.append(token)
