@@ -33,6 +33,7 @@ from dynarl.errors import ConfigError, DynarlError  # noqa: E402
 from dynarl.hypergraph.journal import Journal  # noqa: E402
 from dynarl.report.metrics import MetricsWriter  # noqa: E402
 from dynarl.slurm import environ, hostlist  # noqa: E402
+from dynarl.wire import CallError  # noqa: E402
 
 log = logging.getLogger("dynarl.controller")
 
@@ -92,6 +93,8 @@ class Controller:
                 log.warning("starting the step again: %s", lost)
                 nodes = surviving_nodes(nodes)
                 self.resume_from = rundir.newest_checkpoint(self.run_dir)
+                if self.resume_from is None:
+                    self.journal.append("resumed", iteration=0, checkpoint=None, durable=True)
         except Cancelled:
             state, reason, code = "cancelled", "asked for", 0
         except TimeLimitNear:
@@ -122,8 +125,8 @@ class Controller:
                 try:
                     await self._race(job.body(), job)
                     return None
-                except OwnerLost as error:
-                    log.warning("the trainer starts again: %s", error)
+                except (OwnerLost, CallError, TimeoutError) as error:
+                    log.warning("the trainer starts again from the newest checkpoint: %s", error)
                     await self._race(job.recover_owners(), job)
         except StepLost as error:
             return error

@@ -35,6 +35,10 @@ from dynarl.slurm import environ
 log = logging.getLogger(__name__)
 
 
+# A failed call comes before the report of the death that caused it.
+DEATH_NOTICE_S = 0.3
+
+
 class JobFailed(RuntimeError):
     """The job cannot go on; the message is for the person who reads the status."""
 
@@ -108,8 +112,12 @@ class Job:
         await asyncio.gather(*(self._prepare_role(node, role) for node in self.home for role in sorted(self.may[node])))
 
     async def recover_owners(self) -> None:
-        """An owner's worker died: all training workers start afresh, from the newest checkpoint. The step lives on."""
+        """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh, from the
+        newest checkpoint. The step lives on. Raises JobFailed after failure.max_restarts."""
         self._iteration = None
+        self._restarts += 1
+        if self._restarts > self.config.failure.max_restarts:
+            raise JobFailed(f"given up after {self.config.failure.max_restarts} restarts (failure.max_restarts)")
         for task in list(self._reviving):
             task.cancel()
         await asyncio.gather(*self._reviving, return_exceptions=True)
@@ -348,12 +356,20 @@ class Job:
         run.training_weights = self.weights
 
     async def _enter(self, roles: dict[str, str], reason: str) -> None:
-        """Change to these roles, all on the newest weights."""
-        usable = {n: r for n, r in roles.items() if (n, r) not in self.down}
-        outcome = await self.epochs.change(usable, self.weights, reason)
-        if not outcome.committed:
-            raise JobFailed(f"{reason}: roles could not be changed: {outcome.reason}")
-        await self.fleet.call_each(self.home, "refresh", version=self.weights.version)
+        """Change to these roles, all on the newest weights. A worker that dies on the way is waited for."""
+        for last_try in (False, False, True):
+            await asyncio.gather(*self._reviving)
+            try:
+                outcome = await self.epochs.change(roles, self.weights, reason)
+                if not outcome.committed:
+                    raise wire.CallError(f"{reason}: roles could not be changed: {outcome.reason}")
+                await self.fleet.call_each(self.home, "refresh", version=self.weights.version)
+                return
+            except wire.CallError as error:
+                if last_try:
+                    raise
+                log.warning("%s; trying again", error)
+                await asyncio.sleep(DEATH_NOTICE_S)
 
     # --- checkpoints
 

@@ -1,0 +1,123 @@
+"""`dynarl bench NAME`: measurements on a Slurm of this machine, or on the site's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from dynarl.cli import output
+from dynarl.errors import DynarlError
+
+POLL_S = 2.0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Run a benchmark. Ratios are against baselines measured in the same run; figures are medians."""
+
+
+@command.command(cls=output.Command)
+@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The work; default configs/jobs/bench-roles.yaml.")
+@click.option("--cpu-quota", default=0.25, show_default=True, help="Cores that one simulated node gets.")
+@click.option("--site", is_flag=True, help="Use the Slurm that this shell speaks to, instead of starting one.")
+@click.option("--keep", is_flag=True, help="Keep the run directory and the Slurm that was started.")
+@output.format_option("table", "json")
+def roles(config: Path | None, cpu_quota: float, site: bool, keep: bool, output_format: str) -> None:
+    """Moving nodes against every static split and against colocated; and what one move costs.
+
+    Takes about ten minutes on two cores.
+    """
+    from dynarl.bench.roles import summary
+    from dynarl.config import load
+    from dynarl.slurm import jobscript
+
+    path = config or jobscript.shipped("configs/jobs/bench-roles.yaml")
+    nodes = load.load(path).cluster.nodes
+    results = msgspec.json.decode(_run_job("dynarl.bench.roles", path, nodes, cpu_quota, site, keep))
+    figures = summary(results)
+    if output_format == "json":
+        output.print_json({k: v for k, v in figures.items() if k != "schema"})
+    else:
+        _show_roles(figures)
+
+
+def _run_job(module: str, config: Path, nodes: int, cpu_quota: float, site: bool, keep: bool) -> bytes:
+    """Run `python -m module` as the controller of a job; returns the bytes of its bench.json."""
+    from dynarl.slurm.mini.handle import MiniSlurm
+
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dynarl"
+    home.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="bench-", dir=home))
+    cluster = None
+    try:
+        env = dict(os.environ)
+        if not site:
+            output.note(f"starting a Slurm of {nodes} nodes with {cpu_quota:g} cores each")
+            cluster = MiniSlurm.start(work / "slurm", nodes=nodes, cpus_per_node=1, cpu_quota=cpu_quota)
+            env = cluster.env
+        (work / "run").mkdir()
+        source = Path(__file__).resolve().parents[2]
+        script = f"cd {work}; PYTHONPATH={source} exec {sys.executable} -u -m {module} --config {config.resolve()} --run-dir {work / 'run'}"
+        job = subprocess.run(["sbatch", "--parsable", f"--nodes={nodes}", "--exclusive", "--mem=0", f"--output={work}/slurm.out", "--wrap", script],
+                             env=env, check=True, capture_output=True, text=True).stdout.strip()
+        _follow(work, job, env)
+        result = work / "run" / "bench.json"
+        if not result.exists():
+            raise DynarlError(f"the benchmark job left no result; the end of its output:\n{_tail(work / 'slurm.out')}")
+        return result.read_bytes()
+    finally:
+        if cluster is not None and not keep:
+            cluster.down()
+        if keep:
+            output.note(f"kept: {work}")
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _follow(work: Path, job: str, env: dict[str, str]) -> None:
+    """Wait for the job; say what it measured as it goes."""
+    said = 0
+    while True:
+        queued = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], env=env, capture_output=True, text=True).stdout.strip()
+        lines = [line for line in _lines(work / "slurm.out") if " round " in line]
+        for line in lines[said:]:
+            output.note(line.partition("INFO ")[2])
+        said = len(lines)
+        if not queued or queued in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+            return
+        time.sleep(POLL_S)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(_lines(path)[-12:])
+
+
+def _show_roles(figures: dict) -> None:
+    from rich.table import Table
+
+    console = output.console()
+    table = Table(title=f"Response tokens per second, {figures['nodes']} nodes (median)", title_justify="left")
+    table.add_column("nodes used as")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("against best static", justify="right")
+    best = figures["tokens_per_s"][figures["best_static"]]
+    for name, rate in sorted(figures["tokens_per_s"].items(), key=lambda item: -item[1]):
+        mark = " (rollout:inference:training)" if name == figures["best_static"] else ""
+        table.add_row(name + mark, f"{rate:,.0f}", f"{rate / best:.2f}", style="bold" if name == "dynamic" else None)
+    console.print(table)
+    if "move_pause_without_drain_ms" in figures:
+        phases = "  ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in figures["move"].items() if name.endswith("_ms") and "pause" not in name)
+        console.print(f"A move pauses its node {figures['move']['pause_ms']:.0f} ms ({figures['move_pause_without_drain_ms']:.0f} ms without the drain): {phases} ms")
+        console.print(f"The same by ending and starting the step: {figures['restart_pause_ms']:,.0f} ms, {figures['restart_to_move']:.0f} times as long")

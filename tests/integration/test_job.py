@@ -1,0 +1,162 @@
+"""The whole job on a real Slurm: it runs, it survives what clusters do to it, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from job_harness import JobRun, gone, kill
+
+from dynarl import rundir
+from dynarl.hypergraph.fold import fold
+
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
+
+LONG = ("run.iterations=100000", "cluster.time=0:30:00")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def accounting(job: JobRun) -> dict[str, int]:
+    return asdict(fold(job.records()).samples.tally())
+
+
+def test_a_job_on_two_nodes_trains_every_sample_once_and_moves_a_node(minislurm, runs):
+    job = JobRun.submit(minislurm(nodes=2), runs, "run.iterations=3", "policy.dwell_s=0.0")
+    ended = job.wait()
+    assert (ended["state"], ended["exit_code"]) == ("completed", 0), job.story()
+    assert accounting(job) == {"trained": 3 * 16, "lost": 0, "doubled": 0}
+    assert [r["when"] for r in job.records("evaluated")] == ["start", "end"]
+    into_training = [r for r in job.records("epoch_committed") if any(m["target"] == "training" for m in r["moves"])]
+    assert into_training and all(r["pause_ms"] > 0 for r in into_training if r["epoch"] > 1)
+    assert rundir.newest_checkpoint(job.run).name == "step-000003"
+    assert gone(job.cluster) == {}
+
+
+def test_a_job_of_one_node_takes_all_roles_in_turn(minislurm, runs):
+    job = JobRun.submit(minislurm(nodes=2), runs, "cluster.nodes=1", "split.rollout=0", "split.inference=0", "split.training=1",
+                        "policy.name=colocated", "policy.dwell_s=0.0")
+    assert job.wait()["state"] == "completed", job.story()
+    roles = [r["roles"] for r in job.records("epoch_committed")]
+    assert {role for r in roles for role in r.values()} == {"rollout", "inference", "training"}
+    assert accounting(job) == {"trained": 32, "lost": 0, "doubled": 0}
+
+
+@pytest.mark.parametrize("role", ["rollout", "training"])
+def test_a_worker_killed_in_an_iteration_is_named_within_two_seconds_and_the_job_goes_on(minislurm, runs, role):
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "policy.dwell_s=0.0")
+    job.until(lambda: len(job.records("step_committed")) >= 2, 120, "two iterations")
+    node = "n2"  # rollout's home; its training worker is borrowed
+    killed_at = kill(job.worker_pids(role, node)[0])
+    died = job.until(lambda: job.records("worker_died"), 5, "the death is in the journal")[0]
+    assert died["t"] - killed_at < 2.0
+    assert (died["node"], died["role"], died["status"]) == (node, role, "killed by SIGKILL")
+    steps = len(job.records("step_committed"))
+    job.until(lambda: len(job.records("step_committed")) >= steps + 5, 120, "five more iterations after the death")
+    job.until(lambda: [r for r in job.records("worker_up") if r["role"] == role and r["attempt"] == 2], 60, "the worker's second start")
+    assert len(job.records("step_launched")) == 1, "the step has to live on"
+    assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
+    job.cluster.run(["scancel", job.job_id])
+
+
+def test_a_dead_owner_takes_the_trainer_back_to_its_checkpoint_and_the_step_lives_on(minislurm, runs):
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "checkpoint.every=2", "policy.dwell_s=0.0")
+    job.until(lambda: len(job.records("step_committed")) >= 3, 120, "three iterations")
+    kill(job.worker_pids("training", "n1")[0])
+    resumed = job.until(lambda: job.records("resumed"), 60, "the trainer has resumed")[0]
+    assert resumed["iteration"] >= 2 and resumed["iteration"] % 2 == 0
+    target = resumed["iteration"] + 3
+    job.until(lambda: any(r["iteration"] >= target and r["seq"] > resumed["seq"] for r in job.records("step_committed")), 120, "three more iterations")
+    assert len(job.records("step_launched")) == 1
+    assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
+    job.cluster.run(["scancel", job.job_id])
+
+
+def test_failure_end_ends_the_job_and_names_the_worker(minislurm, runs):
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "failure.rollout=end")
+    job.until(lambda: job.records("iteration_started"), 120, "the first iteration")
+    kill(job.worker_pids("rollout", "n2")[0])
+    ended = job.wait(60)
+    assert ended["state"] == "failed" and "rollout worker 0 on n2 died: killed by SIGKILL" in ended["reason"]
+    assert gone(job.cluster) == {}
+
+
+def test_scancel_leaves_no_process(minislurm, runs):
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG)
+    job.until(lambda: job.records("iteration_started"), 120, "the first iteration")
+    assert job.worker_pids("rollout", "n2")
+    job.cluster.run(["scancel", job.job_id])
+    assert gone(job.cluster) == {}
+
+
+def test_a_cancel_through_the_run_directory_saves_and_ends_in_good_order(minislurm, runs):
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG)
+    done = job.until(lambda: len(job.records("step_committed")), 120, "an iteration")
+    (job.run / "control" / "cancel").touch()
+    ended = job.wait(60)
+    assert (ended["state"], ended["exit_code"]) == ("cancelled", 0), job.story()
+    assert rundir.checkpoint_iteration(rundir.newest_checkpoint(job.run)) >= done
+    assert gone(job.cluster) == {}
+
+
+def test_the_time_limit_saves_requeues_and_goes_on_at_the_right_iteration(minislurm, runs):
+    # USR1 comes up to a minute early, so a limit of two minutes with a notice of 60 s.
+    job = JobRun.submit(minislurm(nodes=2), runs, "run.iterations=100000", "cluster.time=2", "cluster.signal_before_s=75")
+    ended = job.until(lambda: job.records("run_ended"), 150, "the controller has left before the limit")[0]
+    assert ended["state"] == "requeued", job.story()
+    saved = rundir.checkpoint_iteration(rundir.newest_checkpoint(job.run))
+    last = [r["iteration"] for r in job.records("step_committed")][-1]
+    assert saved == last > 0
+    job.until(lambda: job.cluster.job(job.job_id)["JobState"] == "PENDING", 60, "Slurm has requeued the job")
+    job.cluster.run(["scontrol", "update", f"JobId={job.job_id}", "StartTime=now"], check=False)
+    job.until(lambda: len(job.records("run_started")) == 2, 180, "the second start")
+    resumed = job.until(lambda: job.records("resumed"), 60, "the second start has resumed")[0]
+    assert resumed["iteration"] == saved
+    first = job.until(lambda: [r for r in job.records("step_committed") if r["seq"] > resumed["seq"]], 60, "its first step")[0]
+    assert first["iteration"] == saved + 1
+    assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
+    job.cluster.run(["scancel", job.job_id])
+
+
+def test_a_lost_node_costs_the_step_and_not_the_job(minislurm, runs):
+    cluster = minislurm(nodes=3)
+    job = JobRun.submit(cluster, runs, *LONG, "cluster.nodes=3", "split.rollout=2", "checkpoint.every=1", "policy.dwell_s=0.0")
+    job.until(lambda: len(job.records("step_committed")) >= 2, 120, "two iterations")
+    cluster.fail_node("n3")
+    job.until(lambda: len(job.records("step_launched")) == 2, 120, "a second step on the nodes that are left")
+    launched = job.records("step_launched")[-1]
+    assert launched["nodes"] == ["n1", "n2"]
+    job.until(lambda: [r for r in job.records("step_committed") if r["seq"] > launched["seq"]], 120, "a step after the loss")
+    assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
+    job.cluster.run(["scancel", job.job_id])
+
+
+def test_agents_sleep_when_there_is_nothing_to_do(minislurm, runs):
+    """Under 1 % of a core over 5 s in which no worker answers."""
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "task.verify_timeout_s=600")
+    job.until(lambda: job.records("iteration_started"), 120, "the first iteration")
+    agents = [pid for pid, command in job.cluster.job_processes().items() if "-m dynarl.agent" in command and "srun" not in command]
+    workers = [pid for pid, command in job.cluster.job_processes().items() if "dynarl.roles." in command]
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    before = sum(cpu_seconds(pid) for pid in agents)
+    time.sleep(5.0)
+    used = (sum(cpu_seconds(pid) for pid in agents) - before) / len(agents) / 5.0
+    for pid in workers:
+        os.kill(pid, signal.SIGCONT)
+    job.cluster.run(["scancel", job.job_id])
+    assert agents and used < 0.01, f"an idle agent uses {100 * used:.1f} % of a core"
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,87 @@
+"""A whole job on a real Slurm, as tests want it: submit, look into its journal while it runs, wait, count."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+from dynarl import rundir
+from dynarl.config import load
+from dynarl.hypergraph import journal
+from dynarl.slurm import jobscript
+from dynarl.slurm.mini.handle import MiniSlurm
+
+ROOT = Path(__file__).resolve().parents[1]
+SMOKE = ROOT / "configs" / "jobs" / "smoke.yaml"
+
+
+class JobRun:
+    """A submitted run on a mini Slurm."""
+
+    def __init__(self, cluster: MiniSlurm, run: Path, job_id: str):
+        self.cluster, self.run, self.job_id = cluster, run, job_id
+
+    @classmethod
+    def submit(cls, cluster: MiniSlurm, root: Path, *overrides: str, config: Path = SMOKE, options: tuple[str, ...] = ()) -> JobRun:
+        """sbatch the shipped job script with `config` and `a.b=c` overrides."""
+        settings = load.load(config, overrides)
+        run = rundir.create(root, settings.run.name)
+        rundir.config(run).write_text(load.dump(settings))
+        command = jobscript.sbatch_command(settings, run)
+        done = cluster.run([command[0], *options, *command[1:]], env=jobscript.environment() | {"DYNARL_RUNS": str(root)})
+        return cls(cluster, run, done.stdout.strip())
+
+    def records(self, type_: str | None = None) -> list[dict[str, Any]]:
+        """The journal so far, or its records of one type."""
+        path = rundir.journal(self.run)
+        return [r for r in journal.read(path) if type_ in (None, r["type"])] if path.exists() else []
+
+    def until(self, reached: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """Poll until `reached()` is truthy and return that; AssertionError with the end of the logs otherwise."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if value := reached():
+                return value
+            if not self.queued() and not reached():
+                raise AssertionError(f"the job ended before {what}\n{self.story()}")
+            time.sleep(0.1)
+        raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.story()}")
+
+    def queued(self) -> bool:
+        return bool(self.cluster.run(["squeue", "-h", "-j", self.job_id], check=False).stdout.strip())
+
+    def wait(self, timeout_s: float = 150) -> dict[str, Any]:
+        """The last `run_ended` record, once Slurm has forgotten or ended the job."""
+        state = self.cluster.wait_job(self.job_id, timeout_s)
+        ended = self.records("run_ended")
+        assert ended, f"no end in the journal; Slurm says {state}\n{self.story()}"
+        return ended[-1]
+
+    def story(self) -> str:
+        """What a person would look at first."""
+        parts = [f"journal: {[r['type'] for r in self.records()][-12:]}"]
+        for path in sorted(self.run.glob("slurm-*.out")) + sorted(self.run.glob("logs/*/*.log")):
+            lines = path.read_text(errors="replace").splitlines()
+            if lines:
+                parts.append(f"--- {path.relative_to(self.run)}\n" + "\n".join(lines[-12:]))
+        return "\n".join(parts)
+
+    def worker_pids(self, role: str, node: str) -> list[int]:
+        """Processes of a role's workers on a node, from the outside."""
+        return [pid for pid, command in self.cluster.job_processes(node).items() if f"dynarl.roles.{role}.worker" in command]
+
+
+def gone(cluster: MiniSlurm, timeout_s: float = 20) -> dict[int, str]:
+    """Processes of jobs that are still there after `timeout_s`: empty is good."""
+    deadline = time.monotonic() + timeout_s
+    while (left := cluster.job_processes()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def kill(pid: int) -> float:
+    """SIGKILL; returns the unix time of it."""
+    os.kill(pid, 9)
+    return time.time()
