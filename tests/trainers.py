@@ -37,7 +37,7 @@ def recorded(seed: int = 7) -> list[list[dict]]:
     def sample(step: int, index: int) -> dict:
         length = draw.randint(1, 90)
         return dict(sample=wire.sample_id(step, index // 4, index % 4), prompt=ids(draw.randint(2, 12)), response=ids(length),
-                    rollout_logprobs=wire.pack_floats([-3.9] * length), advantage=draw.uniform(-2, 2), weight=float(index != 5))
+                    rollout_logprobs=wire.pack_floats([-3.9] * length), advantage=draw.uniform(-1, 3), weight=float(index != 5))
 
     return [[sample(step, index) for index in range(SAMPLES_PER_STEP)] for step in range(NUM_STEPS)]
 

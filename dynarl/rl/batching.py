@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Sequence
 
-# A forward and backward pass costs its tokens plus a fixed part; in tokens, so that the two can be added. From the time of
-# passes over a model of 2 layers and width 128 on one CPU core, where the fixed part weighs most.
-OVERHEAD_TOKENS = 256
+# A forward and backward pass costs its tokens plus a fixed part, given here in tokens so that the two can be added. Measured on
+# one CPU core with 2 layers of width 128: 4.5 ms + 43 us per token.
+OVERHEAD_TOKENS = 100
 
 
 def pack(lengths: Sequence[int], cap_tokens: int) -> list[range]:
@@ -24,6 +24,8 @@ def pack(lengths: Sequence[int], cap_tokens: int) -> list[range]:
 
     >>> pack([10, 10, 500, 500], cap_tokens=1000)
     [range(0, 2), range(2, 4)]
+
+    Sort by length beforehand where the order is free: it is what keeps padding small.
     """
     best = [0.0] + [float("inf")] * len(lengths)  # best[i]: least cost of the first i samples
     cut = [0] * (len(lengths) + 1)  # where the last micro-batch of that cut begins

@@ -69,6 +69,8 @@ class LeaseQueue:
             self._cancelled.discard(lease)
             if verdict == RUN:
                 self._lease = lease
+                # Sums do not care for the order, and samples of like length leave little padding.
+                samples = sorted(samples, key=num_tokens)
                 cuts = pack([num_tokens(sample) for sample in samples], cap_tokens)
                 self._batches.extend([samples[index] for index in cut] for cut in cuts)
                 return True

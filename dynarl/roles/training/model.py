@@ -69,7 +69,7 @@ def build_model(arch: Arch, groups: ProcessGroupCollection, dtype: str) -> GPTMo
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    return GPTModel(
+    model = GPTModel(
         config,
         spec,
         vocab_size=arch.padded_vocab(tp),
@@ -79,6 +79,8 @@ def build_model(arch: Arch, groups: ProcessGroupCollection, dtype: str) -> GPTMo
         share_embeddings_and_output_weights=arch.tied,
         pg_collection=groups,
     )
+    # torch's norms are made in float32 whatever params_dtype says.
+    return model.to(DTYPES[dtype])
 
 
 def picked_logits(model: GPTModel, tokens_BS: Tensor, picks_N: Tensor) -> Tensor:

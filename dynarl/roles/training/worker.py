@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from dynarl.config.schema import Config
-from dynarl.roles.training import checkpoint, torch_world
+from dynarl.roles.training import checkpoint, megatron_cpu, torch_world
 from dynarl.roles.training.create import create_model
 from dynarl.roles.training.leases import LeaseQueue
 from dynarl.roles.training.reduction import tree_sum
@@ -147,4 +147,5 @@ def add_stats(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    megatron_cpu.leave_out_compiler()
     main(TrainingWorker)

@@ -1,0 +1,193 @@
+"""The trainer in this process, alone in its torch world. How several of them share the work is tested in tests/integration."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron")
+
+import torch.distributed as dist  # noqa: E402
+from tiny_model import write_model  # noqa: E402
+
+from dynarl import wire  # noqa: E402
+from dynarl.config.schema import Algorithm, Config, Model, Training  # noqa: E402
+from dynarl.roles.training import checkpoint, megatron_cpu  # noqa: E402
+from dynarl.roles.training.trainer import NotFiniteError, Trainer  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_model(str(tmp_path_factory.mktemp("model")))
+
+
+def build(model_dir, owner=True, dtype="float32", algorithm=None, **training):
+    return Trainer(Config(model=Model(dtype=dtype), training=Training(**training), algorithm=Algorithm(**(algorithm or {}))), model_dir, CPU, owner)
+
+
+def sample(name, length=20, advantage=1.0, weight=1.0, seed=0, logprob=-3.9):
+    draw = random.Random(f"{name}{seed}")
+    ids = lambda n: wire.pack_ids([draw.randrange(48) for _ in range(n)])  # noqa: E731
+    logprobs = wire.pack_floats([logprob] * length)
+    return dict(sample=name, prompt=ids(6), response=ids(length), rollout_logprobs=logprobs, old_logprobs=logprobs, advantage=advantage, weight=weight)
+
+
+def weights_of(trainer):
+    return {name: value.detach().clone() for name, value in trainer.params.items()}
+
+
+def gradients(trainer, samples):
+    trainer.begin("grpo")
+    stats = trainer.train(samples)
+    return trainer.gradient_buffers()[0].clone(), stats
+
+
+def test_a_masked_sample_leaves_no_trace_in_gradient_loss_or_token_count(model_dir):
+    trainer = build(model_dir)
+    plain, stats = gradients(trainer, [sample("a")])
+    masked, masked_stats = gradients(trainer, [sample("a"), sample("b", 35, weight=0.0)])
+    assert (masked - plain).norm() < 1e-5 * plain.norm()
+    for key in ("tokens", "loss", "pg_clipfrac", "entropy", "rollout_probs_diff"):
+        assert masked_stats[key] == pytest.approx(stats[key], rel=1e-5), key
+    counted, _ = gradients(trainer, [sample("a"), sample("b", 35)])
+    assert (counted - plain).norm() > 0.1 * plain.norm()
+
+
+def test_padding_beside_a_longer_sample_changes_nothing(model_dir):
+    trainer = build(model_dir)
+    together, _ = gradients(trainer, [sample("a", 3), sample("b", 80)])
+    trainer.begin("grpo")
+    for one in (sample("a", 3), sample("b", 80)):
+        trainer.train([one])
+    assert (trainer.gradient_buffers()[0] - together).norm() < 1e-5 * together.norm()
+
+
+def test_an_infinite_gradient_is_refused_and_the_weights_stay(model_dir):
+    trainer = build(model_dir)
+    before = weights_of(trainer)
+    trainer.begin("grpo")
+    trainer.train([sample("a", advantage=float("inf"))])
+    with pytest.raises(NotFiniteError, match="not taken"):
+        trainer.step(20, 1e-3)
+    assert all(torch.equal(before[name], value) for name, value in weights_of(trainer).items())
+
+
+def test_a_step_needs_tokens_and_an_owner(model_dir):
+    with pytest.raises(ValueError, match="0 tokens"):
+        build(model_dir).step(0, 1e-3)
+    borrowed = build(model_dir, owner=False)
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        borrowed.step(10, 1e-3)
+    with pytest.raises(ValueError, match="'ppo'"):
+        borrowed.begin("ppo")
+
+
+def test_the_gradient_norm_is_that_of_the_mean_over_all_tokens_and_is_clipped(model_dir):
+    trainer = build(model_dir, clip_grad=1e-6)
+    flat, _ = gradients(trainer, [sample("a")])
+    before = weights_of(trainer)
+    assert trainer.step(50, 1e-3) == pytest.approx(flat.norm().item() / 50, rel=1e-4)
+    # Adam's first step does not depend on the scale of the gradient until it drowns in eps: 1e-6 spread over 65000 numbers does.
+    moved = max((value - before[name]).abs().max().item() for name, value in weights_of(trainer).items())
+    unclipped = build(model_dir, clip_grad=0.0)
+    gradients(unclipped, [sample("a")])
+    unclipped.step(50, 1e-3)
+    assert moved < 0.95e-3 < max((value - before[name]).abs().max().item() for name, value in weights_of(unclipped).items())
+
+
+def test_supervised_steps_lower_the_loss(model_dir):
+    trainer = build(model_dir)
+    losses = []
+    for _ in range(8):
+        trainer.begin("sft")
+        stats = trainer.train([sample("a"), sample("b", 40)])
+        losses.append(stats["loss"] / stats["tokens"])
+        trainer.step(stats["tokens"], 3e-3)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_ratio_is_taken_at_the_sampling_temperature(model_dir):
+    plain, warm = ({}, {"temperature": 2.0})
+    ratios = []
+    for algorithm in (plain, warm):
+        _, stats = gradients(build(model_dir, algorithm=algorithm), [sample("a")])
+        ratios.append((stats["ratio"], stats["entropy"]))
+    assert ratios[1][1] > ratios[0][1] + 1  # flatter
+    assert ratios[0] != ratios[1]
+
+
+def test_bfloat16_weights_are_stepped_in_float32(model_dir):
+    """Steps that are each too small for bfloat16 must add up."""
+    trainer = build(model_dir, dtype="bfloat16")
+    before = weights_of(trainer)["decoder.final_layernorm.weight"]
+    for _ in range(30):
+        trainer.begin("grpo")
+        trainer.train([sample("a")])
+        trainer.step(20, 1e-3)
+    after = trainer.params["decoder.final_layernorm.weight"]
+    assert after.dtype == torch.bfloat16
+    # One step moves a weight near 1 by 1e-3, and the spacing of bfloat16 there is 4e-3 to 8e-3: alone it would round away.
+    assert (after - before).abs().max() > 8e-3
+    trainer.load(model_dir)
+    trainer.begin("grpo")
+    trainer.train([sample("a")])
+    trainer.step(20, 0.0)
+    assert torch.equal(trainer.params["decoder.final_layernorm.weight"], before)
+
+
+def test_a_checkpoint_restores_weights_and_optimizer_bitwise(model_dir, tmp_path):
+    trainer = build(model_dir)
+
+    def steps(trainer, seeds):
+        for seed in seeds:
+            trainer.begin("grpo")
+            trainer.train([sample("a", seed=seed)])
+            trainer.step(20, 1e-3)
+        return weights_of(trainer)
+
+    steps(trainer, range(3))
+    checkpoint.save(trainer, str(tmp_path))
+    expected = steps(trainer, range(3, 6))
+    other = build(model_dir)
+    checkpoint.restore(other, str(tmp_path))
+    got = steps(other, range(3, 6))
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    fresh = build(str(tmp_path / "model"))  # the weights without the optimizer's state are not enough
+    assert not all(torch.equal(expected[name], value) for name, value in steps(fresh, range(3, 6)).items())
+
+
+def test_a_checkpoint_with_a_missing_shard_is_refused(model_dir, tmp_path):
+    trainer = build(model_dir)
+    checkpoint.save(trainer, str(tmp_path))
+    description = tmp_path / "optimizer" / "tp0-dp0.json"
+    description.write_text(description.read_text().replace('"dp": 1', '"dp": 2'))
+    with pytest.raises(checkpoint.CheckpointError, match="1 of the 2 shards"):
+        checkpoint.restore(trainer, str(tmp_path))
+    description.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="no optimizer state"):
+        checkpoint.restore(trainer, str(tmp_path))
+
+
+def test_the_host_answers_for_cuda_only_while_asked_to():
+    with megatron_cpu.host_tensors():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_what_is_left_out_of_megatron_cannot_be_used_by_accident():
+    from megatron.core.distributed.fsdp import Anything
+
+    with pytest.raises(RuntimeError, match="left out on machines without CUDA"):
+        Anything()
