@@ -71,7 +71,7 @@ def _lines(found: dict[str, Any], fancy: bool) -> list[tuple[str, Any]]:
         ("iterations", _iterations(found)),
         ("accuracy", _accuracy(found["eval"], arrow)),
         ("nodes", _nodes(found)),
-        ("moves", _moves(found["moves"])),
+        ("moves", _moves(found["moves"], found["iterations"])),
         ("samples", "{trained} trained, {lost} lost, {doubled} doubled".format(**found["samples"])),
         ("last metrics", _metrics(found["metrics"])),
         ("logs", found["logs"] or found["path"]),
@@ -116,11 +116,11 @@ def _nodes(found: dict[str, Any]) -> Any:
     return text
 
 
-def _moves(moves: dict[str, Any]) -> str:
+def _moves(moves: dict[str, Any], iterations: int) -> str:
     pause = moves["median_pause_ms"]
     text = f"{moves['committed']} committed, {moves['cancelled']} cancelled"
     if pause is not None:
-        text += f", median pause {pause:.0f} ms, into training in {moves['into_training_iterations']} iterations"
+        text += f", median pause {pause:.0f} ms, into training in {moves['into_training_iterations']} of {iterations} iterations"
     return text
 
 

@@ -169,6 +169,7 @@ def _epoch_committed(graph: Graph, r: Record) -> None:
         epoch.moves, epoch.pause_ms, epoch.phases = moves, r.get("pause_ms"), dict(r.get("phases") or {})
         if epoch.number <= graph.epoch:
             _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
+    graph.ready_t = graph.ready_t or r["t"]
     _check_moves(graph, moves, r["roles"])
     if r.get("live_requests") and "rollout" not in r["roles"].values():
         _fault(graph, f"epoch {r['epoch']} took the last rollout node while {r['live_requests']} requests were live")

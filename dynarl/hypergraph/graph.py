@@ -89,7 +89,7 @@ class Graph:
     """The job after the journal record number `version`. Times are unix seconds.
 
     nodes: of the allocation; step_nodes: those of the running step; homes, roles: home and active role of each node
-    whose agent is up; spans: for each node the (time, role) of every change, role None while it has none;
+    whose agent is up; ready_t: when the first step had loaded its models; spans: for each node the (time, role) of every change, role None while it has none;
     faults: rules found broken while the records were taken in.
     """
 
@@ -102,6 +102,7 @@ class Graph:
     nodes: list[str] = field(default_factory=list)
     step_nodes: list[str] = field(default_factory=list)
     started_t: float | None = None
+    ready_t: float | None = None
     last_t: float | None = None
     ended: dict[str, Any] | None = None
 
@@ -137,7 +138,7 @@ class Graph:
     @property
     def num_iterations(self) -> int | None:
         """Iterations the job is to run, None if unknown."""
-        return self.setting("run", "iterations", self.planned_iterations)
+        return self.setting("run", "iterations") if self.planned_iterations is None else self.planned_iterations
 
     @property
     def minibatches(self) -> int:

@@ -115,7 +115,8 @@ def _run_briefly(command: Sequence[str], environment: Mapping[str, str]) -> subp
         raise SlurmError(f"{command[0]} did not answer within {SLURM_TIMEOUT_S:g} s") from None
     if done.returncode != 0 and b"nvalid job id" not in done.stderr:
         # Said here, not by the client: that one would ask again for a while.
-        raise SlurmError(done.stderr.decode(errors="replace").strip() or f"{command[0]} ended with status {done.returncode}")
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise SlurmError(said[-1] if said else f"{command[0]} ended with status {done.returncode}")
     return done
 
 

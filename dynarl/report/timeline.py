@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from dynarl.errors import DynarlError
 from dynarl.hypergraph.graph import ROLES, Graph
 from dynarl.report.units import iso_time
 
@@ -33,7 +34,7 @@ class Remap:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything with times in seconds since `started_t` (unix). spans: by node, nodes in the order of the allocation."""
+    """Everything, with times in seconds since `started_t` (unix). spans: by node; stages: what is not an iteration."""
 
     run: str
     started_t: float
@@ -41,6 +42,7 @@ class Timeline:
     homes: dict[str, str]
     spans: dict[str, list[Span]]
     remaps: list[Remap]
+    stages: list[dict[str, Any]]
     iterations: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     checkpoints: list[dict[str, Any]]
@@ -53,6 +55,14 @@ class Timeline:
                 total[span.role] += span.end_s - span.start_s
         return {role: round(total[role], 3) for role in ROLES}
 
+    def window(self, first: int, last: int) -> tuple[float, float]:
+        """From the start of iteration `first` to the end of iteration `last`. Raises DynarlError if there is none of them."""
+        chosen = [i for i in self.iterations if first <= i["iteration"] <= last and i["start_s"] is not None]
+        if not chosen:
+            raise DynarlError(f"{self.run} has no iteration from {first} to {last}; it has {len(self.iterations)}")
+        following = [i["start_s"] for i in self.iterations if i["iteration"] > last and i["start_s"] is not None]
+        return chosen[0]["start_s"], min(following, default=self.end_s)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "run": self.run,
@@ -63,6 +73,7 @@ class Timeline:
                 for node, spans in self.spans.items()
             ],
             "remaps": [_rounded(vars(remap)) for remap in self.remaps],
+            "stages": self.stages,
             "iterations": self.iterations,
             "evaluations": self.evaluations,
             "checkpoints": self.checkpoints,
@@ -97,12 +108,23 @@ def timeline(graph: Graph, now: float | None = None) -> Timeline:
             Remap(since(e.ended_t), e.number, e.state == "committed", [m._asdict() for m in e.moves], e.pause_ms, e.reason)
             for e in (*graph.committed, *graph.cancelled)
         ],
+        stages=[{"stage": name, "start_s": since(low), "end_s": since(high)} for name, low, high in _stages(graph)],
         iterations=[
             {"iteration": i.number, "start_s": since(i.started_t), "end_s": since(i.ended_t)} for i in graph.iterations.values()
         ],
         evaluations=[{**{k: e[k] for k in ("when", "iteration", "accuracy")}, "t_s": since(e["t"])} for e in graph.evaluations],
         checkpoints=[{"iteration": c["iteration"], "t_s": since(c["t"])} for c in graph.checkpoints],
     )
+
+
+def _stages(graph: Graph) -> list[tuple[str, float, float]]:
+    """(name, start, end) of start, warm start and evaluations; each lasts from the event before it to its own."""
+    events = [(graph.ready_t, "start")]
+    events += [(graph.warm_start["t"], "warm start")] if graph.warm_start else []
+    events += [(each["t"], "evaluation") for each in graph.evaluations]
+    others = [graph.started_t, *(i.ended_t for i in graph.iterations.values())]
+    times = sorted(t for t in [*others, *(t for t, _ in events)] if t is not None)
+    return [(name, max([low for low in times if low < t], default=t), t) for t, name in events if t is not None]
 
 
 def _order(graph: Graph) -> list[str]:

@@ -18,14 +18,17 @@ from dynarl.report.units import duration  # noqa: E402
 
 WIDTH_IN = 11.0
 MAX_NODE_LABELS = 40
-MAX_ITERATION_LABELS = 25
+# Room that a label of the row of iterations needs, as a share of the width; a digit, and what lies between two labels.
+DIGIT_WIDTH, LABEL_GAP = 0.0065, 0.008
+MAX_ITERATION_LINES = 250
 ROW_IN, MAX_HEIGHT_IN = 0.34, 9.0
 # Above the uppermost node.
 REMAPS_IN, ITERATIONS_IN, HEAD_IN = 0.14, 0.36, 0.5
 
 
-def draw(timeline: Timeline, path: Path, form: str) -> None:
-    """Write the picture to `path`; `form` is "png" or "svg"."""
+def draw(timeline: Timeline, path: Path, form: str, window_s: tuple[float, float] | None = None) -> None:
+    """Write the picture to `path`; `form` is "png" or "svg". `window_s`: only this part of the time."""
+    window_s = window_s or (0.0, timeline.end_s or 1.0)
     rows = list(timeline.spans)
     row_in = min(ROW_IN, MAX_HEIGHT_IN / max(len(rows), 1))
 
@@ -39,9 +42,14 @@ def draw(timeline: Timeline, path: Path, form: str) -> None:
         for role, colour in ROLE_COLOURS.items():
             bars = [(s.start_s, s.end_s - s.start_s) for s in timeline.spans[node] if s.role == role]
             axes.broken_barh(bars, (index - 0.43, 0.86), facecolors=colour, linewidth=0)
-    _iterations(axes, timeline, len(rows), above(ITERATIONS_IN))
+    for stage in timeline.stages:
+        if stage["stage"] == "start":
+            # Nodes have their role, but nothing to do yet.
+            axes.axvspan(stage["start_s"], stage["end_s"], ymax=1 - HEAD_IN / (HEAD_IN + row_in * len(rows)), facecolor="white", alpha=0.65)
+    _iteration_lines(axes, timeline, len(rows))
+    _labels(axes, timeline, window_s, above(ITERATIONS_IN))
     _remaps(axes, timeline, above(REMAPS_IN))
-    axes.set_xlim(0, timeline.end_s or 1)
+    axes.set_xlim(*window_s)
     axes.set_ylim(len(rows) - 0.5, above(HEAD_IN))
     step = -(-len(rows) // MAX_NODE_LABELS) or 1
     places = [above(ITERATIONS_IN), above(REMAPS_IN), *range(0, len(rows), step)]
@@ -62,23 +70,36 @@ def _title(timeline: Timeline) -> str:
             f"{duration(timeline.end_s)}{learnt}")
 
 
-def _iterations(axes, timeline: Timeline, num_rows: int, y: float) -> None:
-    """A thin line where an iteration starts, its number above the middle of it."""
-    starts = [i for i in timeline.iterations if i["start_s"] is not None]
-    step = -(-len(starts) // MAX_ITERATION_LABELS) or 1
-    if len(starts) <= 10 * MAX_ITERATION_LABELS:
-        places = [each["start_s"] for each in starts]
+def _iteration_lines(axes, timeline: Timeline, num_rows: int) -> None:
+    """A thin line where an iteration starts."""
+    places = [each["start_s"] for each in timeline.iterations if each["start_s"] is not None]
+    if len(places) <= MAX_ITERATION_LINES:
         axes.vlines(places, -0.5, num_rows - 0.5, colors="white", linewidth=1.6)
         axes.vlines(places, -0.5, num_rows - 0.5, colors="black", linewidth=0.5)
-    for each in starts[::step]:
+
+
+def _labels(axes, timeline: Timeline, window_s: tuple[float, float], y: float) -> None:
+    """The number of each iteration and the name of each stage above the middle of it, as far as there is room."""
+    labelled = [(each["stage"], each["start_s"], each["end_s"]) for each in timeline.stages]
+    for each in timeline.iterations:
         end = each["end_s"] if each["end_s"] is not None else timeline.end_s
-        axes.text((each["start_s"] + end) / 2, y, each["iteration"], ha="center", va="center", fontsize=8)
+        labelled.append((str(each["iteration"]), each["start_s"], end))
+    low, high = window_s
+    free = 0.0
+    for text, start, end in sorted((entry for entry in labelled if entry[1] is not None), key=lambda entry: entry[1]):
+        start, end = max(start, low), min(end, high)
+        middle = ((start + end) / 2 - low) / (high - low)
+        half = len(text) * DIGIT_WIDTH / 2
+        fits = text.isdecimal() or (end - start) / (high - low) > 2 * half
+        if start < end and fits and middle - half >= free:
+            axes.text((start + end) / 2, y, text, ha="center", va="center", fontsize=8)
+            free = middle + half + LABEL_GAP
 
 
 def _remaps(axes, timeline: Timeline, y: float) -> None:
     for committed, marker, colour in ((True, "|", "black"), (False, "x", CANCELLED_COLOUR)):
         times = [remap.t_s for remap in timeline.remaps if remap.committed == committed]
-        axes.plot(times, [y] * len(times), linestyle="", marker=marker, color=colour, markersize=6, markeredgewidth=1.2, clip_on=False)
+        axes.plot(times, [y] * len(times), linestyle="", marker=marker, color=colour, markersize=6, markeredgewidth=1.2)
 
 
 def _legend(figure: Figure, timeline: Timeline) -> None:

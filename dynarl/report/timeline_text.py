@@ -14,13 +14,15 @@ from dynarl.report.units import duration
 MAX_ROWS = 64
 
 
-def render(timeline: Timeline, width: int, colour: bool, fancy: bool, since_s: float = 0.0, max_rows: int = MAX_ROWS) -> list[Text]:
-    """Lines of at most `width` columns for the time from `since_s` to the end. Each column shows the role that had most
+def render(timeline: Timeline, width: int, colour: bool, fancy: bool, window_s: tuple[float, float] | None = None,
+           max_rows: int = MAX_ROWS) -> list[Text]:
+    """Lines of at most `width` columns for the time in `window_s`, default all. Each column shows the role that had most
     of its time. `fancy`: symbols beyond ASCII may be used."""
+    low, high = window_s or (0.0, timeline.end_s)
     rows = list(timeline.spans)[:max_rows]
     label = max([len(node) for node in rows] + [5])
     columns = max(10, width - label - 1)
-    edges = [since_s + (timeline.end_s - since_s) * i / columns for i in range(columns + 1)]
+    edges = [low + (high - low) * i / columns for i in range(columns + 1)]
     block = "█" if fancy and colour else None
     lines = []
     for node in rows:
@@ -34,7 +36,7 @@ def render(timeline: Timeline, width: int, colour: bool, fancy: bool, since_s: f
     lines.append(_marks(timeline, edges, f"{'remap':<{label}} ", "╵" if fancy else "'", "×" if fancy else "x"))
     if (numbers := _numbers(timeline, edges)).strip():
         lines.append(Text(f"{'iter':<{label}} {numbers}"))
-    start, end = duration(since_s), duration(timeline.end_s)
+    start, end = duration(low), duration(high)
     lines.append(Text(f"{pad}{start}{end:>{columns - len(start)}}"))
     for line in lines:
         line.rstrip()

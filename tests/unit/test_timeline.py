@@ -26,7 +26,7 @@ def folded(synthetic) -> Timeline:
 
 
 def plain(spans, end_s=10.0, **fields):
-    empty = {"remaps": [], "iterations": [], "evaluations": [], "checkpoints": [], **fields}
+    empty = {"remaps": [], "stages": [], "iterations": [], "evaluations": [], "checkpoints": [], **fields}
     return Timeline("r", 0.0, end_s, {}, {"n1": spans}, **empty)
 
 
@@ -74,7 +74,7 @@ def test_the_text_fits_its_width_and_is_ascii_where_it_must_be(synthetic):
 
 
 def test_many_nodes_are_cut_with_a_word_about_it():
-    many = Timeline("r", 0.0, 1.0, {}, {f"n{i}": [] for i in range(100)}, [], [], [], [])
+    many = Timeline("r", 0.0, 1.0, {}, {f"n{i}": [] for i in range(100)}, [], [], [], [], [])
     lines = [line.plain for line in render(many, 40, colour=False, fancy=False, max_rows=8)]
     assert lines[8].strip() == "... and 92 more nodes"
 
@@ -99,6 +99,25 @@ def test_the_picture_is_a_png_or_svg_of_its_name(synthetic, tmp_path):
     assert data.startswith(b"\x89PNG") and width == 1650 and 300 < height < 800
     CliRunner().invoke(command, ["-o", "svg", "--output", str(tmp_path / "t.svg")])
     assert "<svg" in (tmp_path / "t.svg").read_text()
+
+
+def test_a_part_of_the_run_can_be_shown(synthetic):
+    synthetic.whole()
+    found = folded(synthetic)
+    low, high = found.window(3, 4)
+    starts = {i["iteration"]: i["start_s"] for i in found.iterations}
+    assert (low, high) == (starts[3], starts[5])
+    assert found.window(10, 10)[1] == found.end_s
+    shown = CliRunner().invoke(command, ["--iterations", "3-4"]).stdout
+    assert shown.splitlines()[5].split() == ["iter", "3", "4"]
+    assert CliRunner().invoke(command, ["--iterations", "12"]).exit_code == 1
+    assert CliRunner().invoke(command, ["--iterations", "4-3"]).exit_code == 2
+
+
+def test_stages_lie_between_the_events_that_bound_them(synthetic):
+    synthetic.whole()
+    stages = [(s["stage"], round(s["end_s"] - s["start_s"], 2)) for s in folded(synthetic).stages]
+    assert stages == [("start", 0.4), ("warm start", 4.0), ("evaluation", 1.5), ("evaluation", pytest.approx(1.6, abs=0.1))]
 
 
 def test_a_run_that_has_not_started_has_no_timeline(synthetic):
