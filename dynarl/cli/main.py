@@ -15,6 +15,7 @@ COMMANDS = {
     "watch": ("dynarl.cli.watch:command", "Follow a run as it goes."),
     "logs": ("dynarl.cli.logs:command", "Read the logs of controller, agents and workers."),
     "timeline": ("dynarl.cli.timeline:command", "Which node had which role when."),
+    "graph": ("dynarl.cli.graph:command", "What runs where: the hypergraph of a run."),
     "cancel": ("dynarl.cli.cancel:command", "End a run in good order."),
     "config": ("dynarl.cli.config_cmd:command", "Show and check configurations."),
     "doctor": ("dynarl.cli.doctor:command", "Check that this machine and its Slurm can run dynarl."),

@@ -48,7 +48,7 @@ class RunView:
         self.run = run
         self.journal = Reader(rundir.journal(run))
         self.metrics = MetricsReader(run)
-        self.graph = Graph(config=_config(run))
+        self.graph = Graph(config=configuration(run))
         self.poll()
 
     def poll(self) -> None:
@@ -120,7 +120,7 @@ def _run_briefly(command: Sequence[str], environment: Mapping[str, str]) -> subp
     return done
 
 
-def _config(run: Path) -> dict:
+def configuration(run: Path) -> dict:
     """The run's configuration; empty where it is missing or of another version."""
     try:
         return msgspec.to_builtins(load.from_text(rundir.config(run).read_text()).config)
