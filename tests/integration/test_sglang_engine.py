@@ -67,9 +67,9 @@ def assert_same(data, output):
     assert data["finish"] == output.finish
 
 
-def long_request(model_dir, first=0):
+def long_request(model_dir, temperature):
     """A request whose answer does not meet the end token by itself for long, so that there is time to interrupt it."""
-    candidates = [request(index, POSITIONS, temperature=0.2) for index in range(first, first + 24)]
+    candidates = [request(index, POSITIONS, temperature=temperature) for index in range(24)]
     outputs = local(model_dir, 0, candidates)
     return next(fields for fields in candidates if len(outputs[fields["sample"]].response) // 4 > 1800)
 
@@ -97,7 +97,7 @@ def test_answers_and_log_probabilities_are_those_of_the_local_engine(worker, mod
 
 
 def test_an_aborted_request_goes_on_here_and_in_the_other_engine_as_if_it_had_not_been(worker, models):
-    whole = long_request(models[0])
+    whole = long_request(models[0], 0.2)
     worker.call("submit", requests=[whole, request(30), request(31, 3)])
     wait_until_sampling(worker)
     (partial,) = worker.call("abort", samples=[whole["sample"]])
@@ -112,7 +112,8 @@ def test_an_aborted_request_goes_on_here_and_in_the_other_engine_as_if_it_had_no
 
 
 def test_abort_of_all_returns_every_request_once_and_none_finishes_later(worker, models):
-    endless = long_request(models[0])
+    # Greedy: the copies under other names are as long.
+    endless = long_request(models[0], 0.0)
     requests = [endless | {"sample": f"1:{i}:0"} for i in range(12)]
     worker.call("submit", requests=requests)
     wait_until_sampling(worker)
@@ -128,7 +129,7 @@ def test_abort_of_all_returns_every_request_once_and_none_finishes_later(worker,
 
 
 def test_weights_are_updated_in_place_and_running_requests_go_on_under_them(worker, models):
-    whole = long_request(models[0]) | {"sample": "2:0:0"}
+    whole = long_request(models[0], 0.0) | {"sample": "2:0:0"}
     worker.call("submit", requests=[whole])
     wait_until_sampling(worker)
     server = server_pid(worker)
