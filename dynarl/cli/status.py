@@ -37,6 +37,7 @@ def command(run: str, output_format: str, quiet: bool) -> None:
     from dynarl.report.summary import summary
 
     view = RunView(rundir.resolve(run))
+    view.poll()
     state = view.state()
     if quiet:
         raise SystemExit(1 if state.name in ENDED_BADLY else 4 if state.name == "unknown" else 0)

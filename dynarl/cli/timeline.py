@@ -34,6 +34,7 @@ def command(run: str, output_format: str, target: Path | None, window: tuple[int
     from dynarl.report.timeline import timeline
 
     view = RunView(rundir.resolve(run))
+    view.poll()
     going_on = view.graph.ended is None and view.state().name == "running"
     try:
         found = timeline(view.graph, time.time() if going_on else None)

@@ -55,7 +55,7 @@ def _run_started(graph: Graph, r: Record) -> None:
     graph.nodes = list(r.get("nodes") or [])
     graph.planned_iterations = r.get("iterations")
     graph.started_t = graph.started_t or r["t"]
-    graph.ended = None
+    graph.ended, graph.ready = None, False
     graph.must_rewind = graph.attempt > 0
     graph.attempt = r.get("attempt") or graph.attempt + 1
 
@@ -64,7 +64,7 @@ def _step_launched(graph: Graph, r: Record) -> None:
     """All agents of a new step are up (their records come before this one); nodes that are not in it are gone."""
     graph.step_nodes = list(r.get("nodes") or graph.homes)
     _leave_roles(graph, r["t"], [node for node in graph.roles if node not in graph.step_nodes])
-    graph.epoch = 0
+    graph.epoch, graph.ready = 0, False
 
 
 def _leave_roles(graph: Graph, t: float, nodes: list[str]) -> None:
@@ -169,7 +169,7 @@ def _epoch_committed(graph: Graph, r: Record) -> None:
         epoch.moves, epoch.pause_ms, epoch.phases = moves, r.get("pause_ms"), dict(r.get("phases") or {})
         if epoch.number <= graph.epoch:
             _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
-    graph.ready_t = graph.ready_t or r["t"]
+    graph.ready, graph.ready_t = True, graph.ready_t or r["t"]
     _check_moves(graph, moves, r["roles"])
     if r.get("live_requests") and "rollout" not in r["roles"].values():
         _fault(graph, f"epoch {r['epoch']} took the last rollout node while {r['live_requests']} requests were live")

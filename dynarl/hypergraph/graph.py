@@ -89,8 +89,8 @@ class Graph:
     """The job after the journal record number `version`. Times are unix seconds.
 
     nodes: of the allocation; step_nodes: those of the running step; homes, roles: home and active role of each node
-    whose agent is up; ready_t: when the first step had loaded its models; spans: for each node the (time, role) of every change, role None while it has none;
-    faults: rules found broken while the records were taken in.
+    whose agent is up; ready: the step has loaded its models; ready_t: when the first step had; spans: for each node the
+    (time, role) of every change, role None while it has none; faults: rules found broken while the records were taken in.
     """
 
     version: int = 0
@@ -103,6 +103,7 @@ class Graph:
     step_nodes: list[str] = field(default_factory=list)
     started_t: float | None = None
     ready_t: float | None = None
+    ready: bool = False
     last_t: float | None = None
     ended: dict[str, Any] | None = None
 

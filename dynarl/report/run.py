@@ -16,7 +16,7 @@ from dynarl.config import load
 from dynarl.errors import ConfigError, SlurmError
 from dynarl.hypergraph.fold import fold
 from dynarl.hypergraph.graph import Graph
-from dynarl.hypergraph.journal import Reader
+from dynarl.hypergraph.journal import Reader, Record
 from dynarl.report.metrics import MetricsReader
 from dynarl.slurm.cli_client import CliClient
 from dynarl.slurm.client import JobInfo, Presence
@@ -42,19 +42,20 @@ class State:
 
 
 class RunView:
-    """`graph` and `metrics` are those after the last `poll`."""
+    """`graph` and `metrics` are those after the last `poll`; before the first one they are empty."""
 
     def __init__(self, run: Path):
         self.run = run
         self.journal = Reader(rundir.journal(run))
         self.metrics = MetricsReader(run)
         self.graph = Graph(config=configuration(run))
-        self.poll()
 
-    def poll(self) -> None:
-        """Take in what was written since."""
-        fold(self.journal, self.graph)
+    def poll(self) -> list[Record]:
+        """Take in what was written since; returns the new records of the journal."""
+        records = list(self.journal)
+        fold(records, self.graph)
         self.metrics.poll()
+        return records
 
     def state(self, ask: Callable[[str], JobInfo] | None = None, now: float | None = None) -> State:
         """How the run stands. `ask` is called only if the journal alone cannot tell; default: squeue, for 5 s at most."""

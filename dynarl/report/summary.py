@@ -102,8 +102,10 @@ def stage(graph: Graph) -> str | None:
     """What the job is at, in a few words; None before and after it."""
     if not graph.attempt or graph.ended:
         return None
-    if len(graph.homes) < max(len(graph.step_nodes), 1):
+    if not graph.homes:
         return "starting agents"
+    if not graph.ready:
+        return "loading models"
     if graph.iterations and graph.iteration is not None:
         current = graph.iterations[graph.iteration]
         if not current.finished:
@@ -111,8 +113,6 @@ def stage(graph: Graph) -> str | None:
         if graph.num_iterations and graph.num_finished >= graph.num_iterations:
             return "final evaluation and checkpoint"
         return f"after iteration {current.number}"
-    if not graph.epoch and not graph.evaluations:
-        return "loading models"
     if graph.setting("warm_start", "steps") and graph.warm_start is None:
         return "warm start"
     return "first evaluation" if not graph.evaluations else "first iteration"

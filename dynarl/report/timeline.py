@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -85,10 +86,11 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in fields.items()}
 
 
-def timeline(graph: Graph, now: float | None = None) -> Timeline:
+def timeline(graph: Graph, now: float | None = None, since_t: float = 0.0) -> Timeline:
     """The timeline of a run that has started. A run that goes on is drawn up to `now`, else to its last record.
 
-    Raises ValueError if the run has not started.
+    since_t: roles before this unix time are left out, which makes it fast for a long run. Raises ValueError if the run
+    has not started.
     """
     if graph.started_t is None:
         raise ValueError("the run has not started yet: there is no record of it in the journal")
@@ -103,7 +105,7 @@ def timeline(graph: Graph, now: float | None = None) -> Timeline:
         started_t=start,
         end_s=since(end_t),
         homes=dict(graph.homes),
-        spans={node: _spans(graph.spans.get(node, []), start, end_t) for node in _order(graph)},
+        spans={node: _spans(_from(graph.spans.get(node, []), since_t), start, end_t) for node in _order(graph)},
         remaps=[
             Remap(since(e.ended_t), e.number, e.state == "committed", [m._asdict() for m in e.moves], e.pause_ms, e.reason)
             for e in (*graph.committed, *graph.cancelled)
@@ -132,6 +134,11 @@ def _order(graph: Graph) -> list[str]:
     rank = {role: index for index, role in enumerate(ROLES)}
     nodes = dict.fromkeys([*graph.nodes, *graph.spans])
     return sorted(nodes, key=lambda node: rank.get(graph.homes.get(node), len(ROLES)))
+
+
+def _from(changes: list[tuple[float, str | None]], since_t: float) -> list[tuple[float, str | None]]:
+    """The change in force at `since_t` and all later ones."""
+    return changes[max(0, bisect.bisect_right(changes, since_t, key=lambda change: change[0]) - 1) :]
 
 
 def _spans(changes: list[tuple[float, str | None]], start: float, end_t: float) -> list[Span]:

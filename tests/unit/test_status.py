@@ -31,6 +31,12 @@ def synthetic(tmp_path, monkeypatch):
     return SyntheticRun(tmp_path)
 
 
+def state_of(synthetic, slurm, now):
+    view = RunView(synthetic.run)
+    view.poll()
+    return view.state(slurm, now)
+
+
 def invoke(*args):
     return CliRunner().invoke(command, args)
 
@@ -81,15 +87,15 @@ def test_a_run_that_has_only_been_submitted_has_a_status(synthetic, monkeypatch)
 )
 def test_when_the_journal_is_silent_slurm_decides(synthetic, slurm, state, reason):
     synthetic.start()
-    found = RunView(synthetic.run).state(slurm, now=synthetic.t + 100)
+    found = state_of(synthetic, slurm, now=synthetic.t + 100)
     assert found.name == state and reason in found.reason
 
 
 def test_while_the_journal_is_fresh_or_has_ended_slurm_is_not_asked(synthetic):
     synthetic.start()
-    assert RunView(synthetic.run).state(never, now=synthetic.t + 5).name == "running"
+    assert state_of(synthetic, never, now=synthetic.t + 5).name == "running"
     synthetic.end("completed")
-    assert RunView(synthetic.run).state(never, now=synthetic.t + 1e6).name == "completed"
+    assert state_of(synthetic, never, now=synthetic.t + 1e6).name == "completed"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ def test_while_the_journal_is_fresh_or_has_ended_slurm_is_not_asked(synthetic):
 def test_a_requeued_run_is_where_slurm_has_it(synthetic, slurm, state):
     synthetic.start()
     synthetic.end("requeued", "time limit near", 75)
-    assert RunView(synthetic.run).state(slurm, now=synthetic.t).name == state
+    assert state_of(synthetic, slurm, now=synthetic.t).name == state
 
 
 @pytest.mark.parametrize(
@@ -110,11 +116,11 @@ def test_a_job_that_resumes_an_ended_run_counts_before_it_has_written(synthetic,
     synthetic.start()
     synthetic.end("failed", "x", 1)
     rundir.add_job(synthetic.run, 4712)
-    assert RunView(synthetic.run).state(slurm, now=synthetic.t).name == state
+    assert state_of(synthetic, slurm, now=synthetic.t).name == state
 
 
 def test_without_a_job_nothing_can_be_told(synthetic):
-    assert RunView(synthetic.run).state(never, now=0).name == "unknown"
+    assert state_of(synthetic, never, now=0).name == "unknown"
 
 
 def test_a_squeue_that_hangs_is_left_after_its_time(tmp_path, monkeypatch):
