@@ -42,23 +42,25 @@ def tree_sum(buffers: Sequence[Tensor], members: Sequence[int], group: dist.Proc
             buffer.zero_()
 
 
-def _header(buffers: Sequence[Tensor], layout: int) -> Tensor:
-    return torch.tensor([layout, *(buffer.numel() for buffer in buffers)], device=buffers[0].device)
+def _greet(buffers: Sequence[Tensor], peer: int, group: dist.ProcessGroup, layout: int, first: bool) -> None:
+    """Exchange what the buffers are, so that both sides refuse at once and neither waits for the other."""
+    mine = torch.tensor([layout, *(buffer.numel() for buffer in buffers)], device=buffers[0].device)
+    theirs = torch.empty_like(mine)
+    for sends in (first, not first):
+        (group.send([mine], peer, 0) if sends else group.recv([theirs], peer, 0)).wait()
+    if not torch.equal(mine, theirs):
+        raise ValueError(f"gradient buffers of reduction rank {peer} are laid out as {theirs.tolist()}, mine as {mine.tolist()}")
 
 
 def _send(buffers: Sequence[Tensor], peer: int, group: dist.ProcessGroup, layout: int) -> None:
-    group.send([_header(buffers, layout)], peer, 0).wait()
+    _greet(buffers, peer, group, layout, first=True)
     for buffer in buffers:
         for chunk in buffer.split(CHUNK_ELEMENTS):
             group.send([chunk], peer, 0).wait()
 
 
 def _receive_and_add(buffers: Sequence[Tensor], peer: int, group: dist.ProcessGroup, layout: int) -> None:
-    mine = _header(buffers, layout)
-    theirs = torch.empty_like(mine)
-    group.recv([theirs], peer, 0).wait()
-    if not torch.equal(mine, theirs):
-        raise ValueError(f"gradient buffers of reduction rank {peer} are laid out as {theirs.tolist()}, mine as {mine.tolist()}")
+    _greet(buffers, peer, group, layout, first=False)
     for buffer in buffers:
         chunks = buffer.split(CHUNK_ELEMENTS)
         scratch = [torch.empty_like(chunks[0]) for _ in range(min(2, len(chunks)))]
