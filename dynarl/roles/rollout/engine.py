@@ -119,7 +119,7 @@ def stream_key(seed: int, sample: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def check_request(request: Request, known: set[str] | dict, vocab_size: int, max_tokens: int) -> None:
+def check_request(request: Request, known: set[str], vocab_size: int, max_tokens: int) -> None:
     """Raise ValueError, naming the sample, when no engine could serve this request.
 
     known: samples that are in the engine; max_tokens: positions of the model.
