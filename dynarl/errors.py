@@ -1,4 +1,6 @@
-"""What can go wrong for a user, one class per exit code. The text is the whole message: what, where, and what to do next."""
+"""What can go wrong for a user, one class per exit code. The text is the whole message: what, where, and what to do
+next.
+"""
 
 from __future__ import annotations
 

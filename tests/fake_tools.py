@@ -1,4 +1,6 @@
-"""Slurm's command line tools on top of a FakeClient, printing what the real ones print (22.05). CliClient runs against it."""
+"""Slurm's command line tools on top of a FakeClient, printing what the real ones print (22.05). CliClient runs against
+it.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,18 @@ class FakeTools:
     def _sinfo(self, arguments, options, words):
         if "--Node" in arguments:
             return "".join(f"{node.name}|{node.state}\n" * 2 for node in self.slurm.nodes())  # as with two partitions
-        return "".join(f"{'up' if part.up else 'down'}|{part.nodes}|1-{part.max_nodes or 'infinite'}|{part.time_limit}|"
-                       f"{part.name}{'*' if part.default else ''}\n" for part in self.slurm.partitions())
+        return "".join(
+            f"{'up' if part.up else 'down'}|{part.nodes}|1-{part.max_nodes or 'infinite'}|{part.time_limit}|"
+            f"{part.name}{'*' if part.default else ''}\n"
+            for part in self.slurm.partitions()
+        )
 
     def _srun(self, arguments, options, words):
         if "--version" in arguments:
             return f"slurm-wlm {self.slurm.version()}\n"
         plain = [name for name in self.slurm.mpi_plugins() if name != "pmix_v4"]
-        return "MPI plugin types are...\n" + "".join(f"\t{name}\n" for name in plain) + \
-            "specific pmix plugin versions available: pmix_v4\n"
+        return (
+            "MPI plugin types are...\n"
+            + "".join(f"\t{name}\n" for name in plain)
+            + "specific pmix plugin versions available: pmix_v4\n"
+        )

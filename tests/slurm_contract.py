@@ -1,4 +1,4 @@
-"""What every Client promises, whatever is behind it. Called for the fake, for the tools on a fake, and on a real Slurm."""
+"""What every Client promises, whatever is behind it: called for the fake, the tools on a fake, and on a real Slurm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def says_what_it_is(client: Client, node_names: set[str]) -> None:
     assert "pmix" in client.mpi_plugins()
 
 
-def tells_present_from_absent(client: Client, command: list[str], environment: dict[str, str], start=lambda job_id: None) -> None:
+def tells_present_from_absent(
+    client: Client, command: list[str], environment: dict[str, str], start=lambda job_id: None
+) -> None:
     """`command` submits a job that runs long; `start` makes it run where nothing else does."""
     assert client.job("999999").presence is Presence.ABSENT
     assert client.job("999999").alive is False

@@ -22,8 +22,13 @@ FORCED_END_S = 90.0
 @click.command("cancel", cls=output.Command)
 @click.argument("run")
 @click.option("--now", is_flag=True, help="No checkpoint, no last records: end the job at once.")
-@click.option("--grace", "grace_s", type=click.FloatRange(min=0), metavar="SECONDS",
-              help="How long the run may take to save itself; default: its cluster.signal_before_s.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long the run may take to save itself; default: its cluster.signal_before_s.",
+)
 @output.format_option()
 def command(run: str, now: bool, grace_s: float | None, output_format: str) -> None:
     """End RUN: it saves a checkpoint, records that it was cancelled and ends its job.
@@ -44,13 +49,20 @@ def command(run: str, now: bool, grace_s: float | None, output_format: str) -> N
         click.echo(f"{path.name}: job {job_id} has ended ({how})")
 
 
-def cancel(client: "Client", run: Path, grace_s: float, *, say: Callable[[str], None] = lambda text: None,
-           sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic) -> tuple[str, str]:
+def cancel(
+    client: Client,
+    run: Path,
+    grace_s: float,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[str, str]:
     """End the live job of a run; how it went ("graceful", "before it started", "forced") and the id of the job.
 
-    Three knocks, each louder: a file that the controller looks for; USR1 to the controller, in case the file system keeps the
-    file from it; scancel, which ends everything at once. Raises NotFoundError where nothing is left to cancel, WaitTimeout
-    where Slurm does not get rid of the job.
+    Three knocks, each louder: a file that the controller looks for; USR1 to the controller, in case the file system
+    keeps the file from it; scancel, which ends everything at once. Raises NotFoundError where nothing is left to
+    cancel, WaitTimeout where Slurm does not get rid of the job.
     """
     from dynarl.errors import NotFoundError, WaitTimeout
     from dynarl.slurm.submission import live_job
@@ -86,8 +98,10 @@ def cancel(client: "Client", run: Path, grace_s: float, *, say: Callable[[str], 
         client.cancel(job.id)
         how = "forced"
     if not gone_within(FORCED_END_S):
-        raise WaitTimeout(f"job {job.id} is still {client.job(job.id).state} {FORCED_END_S:g} s after scancel; "
-                          f"see `scontrol show job {job.id}`")
+        raise WaitTimeout(
+            f"job {job.id} is still {client.job(job.id).state} {FORCED_END_S:g} s after scancel; "
+            f"see `scontrol show job {job.id}`"
+        )
     return how, job.id
 
 

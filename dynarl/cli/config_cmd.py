@@ -9,7 +9,9 @@ import click
 from dynarl.cli import output
 
 CONFIG = click.argument("config_file", metavar="[CONFIG]", required=False, type=click.Path(path_type=Path))
-SET = click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a setting. May be repeated.")
+SET = click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a setting. May be repeated."
+)
 
 
 @click.group("config")
@@ -62,8 +64,11 @@ def check(config_file: Path, overrides: tuple[str, ...], output_format: str) -> 
         output.print_json({"valid": True})
     else:
         split = config.split
-        click.echo(f"{config_file} is valid: {config.cluster.nodes} nodes (rollout {split.rollout}, inference {split.inference}, "
-                   f"training {split.training}), policy {config.policy.name}, {config.run.iterations} iterations")
+        click.echo(
+            f"{config_file} is valid: {config.cluster.nodes} nodes (rollout {split.rollout}, "
+            f"inference {split.inference}, training {split.training}), "
+            f"policy {config.policy.name}, {config.run.iterations} iterations"
+        )
 
 
 @command.command("reference")

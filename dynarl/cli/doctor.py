@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from dynarl.slurm.preflight import Finding
 
 # Modules that roles need, and the extra that brings them. Looked for, not imported: torch alone takes seconds.
-PARTS = [("mpi", ["mpi4py"]), ("train", ["torch", "megatron", "safetensors"]), ("rollout", ["torch", "transformers", "reasoning_gym"]),
-         ("report", ["matplotlib"])]
+PARTS = [
+    ("mpi", ["mpi4py"]),
+    ("train", ["torch", "megatron", "safetensors"]),
+    ("rollout", ["torch", "transformers", "reasoning_gym"]),
+    ("report", ["matplotlib"]),
+]
 MPI_TIMEOUT_S = 30
 
 
@@ -44,7 +48,7 @@ def command(config_file: Path | None, output_format: str) -> None:
         raise SystemExit(4)
 
 
-def examine(config: "Config | None") -> Iterator["Finding"]:
+def examine(config: Config | None) -> Iterator[Finding]:
     """All findings: this Python, its MPI, the place of runs, then Slurm."""
     from dynarl.errors import SlurmError
     from dynarl.slurm import backend, preflight
@@ -52,7 +56,9 @@ def examine(config: "Config | None") -> Iterator["Finding"]:
     yield _finding(True, "python", f"{platform.python_version()} at {sys.executable}")
     for extra, modules in PARTS:
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
-        text = f"{', '.join(modules)} found" if not missing else f"no {', '.join(missing)}: pip install 'dynarl[{extra}]'"
+        text = (
+            f"{', '.join(modules)} found" if not missing else f"no {', '.join(missing)}: pip install 'dynarl[{extra}]'"
+        )
         yield _finding(not missing, extra, text, preflight.Level.NOTE)
     if importlib.util.find_spec("mpi4py"):
         yield _mpi_library()
@@ -65,29 +71,38 @@ def examine(config: "Config | None") -> Iterator["Finding"]:
     yield from preflight.check(client, config)
 
 
-def _finding(good: bool, topic: str, text: str, otherwise: object = None) -> "Finding":
+def _finding(good: bool, topic: str, text: str, otherwise: object = None) -> Finding:
     from dynarl.slurm.preflight import Finding, Level
 
     return Finding(Level.OK if good else otherwise or Level.FAULT, topic, text)
 
 
-def _mpi_library() -> "Finding":
+def _mpi_library() -> Finding:
     """Which MPI library mpi4py loads. In a child: loading one may end the process."""
     from dynarl.slurm import environ
 
     code = "from mpi4py import MPI; print(MPI.Get_library_version())"
     try:
-        result = subprocess.run([sys.executable, "-c", code], env=environ.for_worker(os.environ), stdin=subprocess.DEVNULL,
-                                capture_output=True, timeout=MPI_TIMEOUT_S, text=True, errors="replace")
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environ.for_worker(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=MPI_TIMEOUT_S,
+            text=True,
+            errors="replace",
+        )
     except subprocess.TimeoutExpired:
         return _finding(False, "mpi", f"MPI_Init took more than {MPI_TIMEOUT_S} s outside of a job")
     if result.returncode:
         last = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
-        return _finding(False, "mpi", f"mpi4py finds no MPI library that works: {last}. Install Open MPI, or load the site's module")
+        return _finding(
+            False, "mpi", f"mpi4py finds no MPI library that works: {last}. Install Open MPI, or load the site's module"
+        )
     return _finding(True, "mpi", result.stdout.split(",")[0].strip())
 
 
-def _runs(config: "Config | None") -> "Finding":
+def _runs(config: Config | None) -> Finding:
     from dynarl import rundir
     from dynarl.slurm.preflight import Level
 
@@ -96,5 +111,7 @@ def _runs(config: "Config | None") -> "Finding":
     if not os.access(place, os.W_OK | os.X_OK):
         return _finding(False, "runs", f"{root} cannot be written; set run.root or {rundir.ENV_ROOT}")
     if root.is_relative_to("/tmp") or root.is_relative_to("/dev/shm"):
-        return _finding(False, "runs", f"{root}: other nodes hardly see this; set run.root or {rundir.ENV_ROOT}", Level.NOTE)
+        return _finding(
+            False, "runs", f"{root}: other nodes hardly see this; set run.root or {rundir.ENV_ROOT}", Level.NOTE
+        )
     return _finding(True, "runs", f"{root} (must be on a file system that all nodes share)")

@@ -29,12 +29,24 @@ def preview(config: Config, run: Path | None = None) -> dict[str, Any]:
         "script_text": jobscript.script().read_text(),
         "prologue": jobscript.prologue(config),
         "sbatch": jobscript.sbatch_command(config, run, resume),
-        "controller": [sys.executable, "-u", "-m", "dynarl.controller", "--config", str(run / "config.yaml"), "--run-dir", str(run),
-                       *(["--resume"] if resume else [])],
+        "controller": [
+            sys.executable,
+            "-u",
+            "-m",
+            "dynarl.controller",
+            "--config",
+            str(run / "config.yaml"),
+            "--run-dir",
+            str(run),
+            *(["--resume"] if resume else []),
+        ],
         "srun": srun.command_line(spec),
         "nodes": nodes,
         "environment": environ.masked(inherited),
-        "roles": {role: environ.masked(_role_settings(config, role)) for role in ("rollout", "inference", "training", "environment")},
+        "roles": {
+            role: environ.masked(_role_settings(config, role))
+            for role in ("rollout", "inference", "training", "environment")
+        },
         "roles_inherit": sorted(environ.for_worker(inherited)),
     }
 
@@ -46,28 +58,40 @@ def _role_settings(config: Config, role: str) -> dict[str, str]:
         settings |= environ.model_settings(config.cluster.interface)
     settings |= config.cluster.env
     if config.cluster.device == "cuda" and role != "environment":
-        settings["CUDA_VISIBLE_DEVICES"] = "one of " + ",".join(str(number) for number in range(config.cluster.devices_per_node))
+        settings["CUDA_VISIBLE_DEVICES"] = "one of " + ",".join(
+            str(number) for number in range(config.cluster.devices_per_node)
+        )
     return settings
 
 
 def rendered(data: dict[str, Any]) -> str:
     """For reading: shell text that could be pasted, with headings as comments."""
-    told = {name: data["environment"][name] for name in ("DYNARL_PYTHON", "DYNARL_HOME", "DYNARL_CLUSTER") if name in data["environment"]}
+    told = {
+        name: data["environment"][name]
+        for name in ("DYNARL_PYTHON", "DYNARL_HOME", "DYNARL_CLUSTER")
+        if name in data["environment"]
+    }
     inherited = {name: data["environment"][name] for name in data["roles_inherit"] if name not in told}
     parts = [
         (f"Job script: {data['script']}", data["script_text"].rstrip()),
         ("Lines that it evaluates (cluster.modules, cluster.prologue)", data["prologue"] or "# none"),
         ("Submitted with", _assignments(told, " ") + " " + srun.rendered(data["sbatch"])),
         ("Which becomes, on the first node", shlex.join(data["controller"])),
-        (f"Which starts the step (the names {data['nodes'][0]}... stand for the nodes of the allocation)", srun.rendered(data["srun"])),
-        *((f"Variables that a {role} worker gets (its first device)", _assignments(settings, "\n"))
-          for role, settings in data["roles"].items()),
-        ("Variables that every worker inherits from here; Slurm's and MPI's are taken out", _assignments(told | inherited, "\n")),
+        (
+            f"Which starts the step (the names {data['nodes'][0]}... stand for the nodes of the allocation)",
+            srun.rendered(data["srun"]),
+        ),
+        *(
+            (f"Variables that a {role} worker gets (its first device)", _assignments(settings, "\n"))
+            for role, settings in data["roles"].items()
+        ),
+        (
+            "Variables that every worker inherits from here; Slurm's and MPI's are taken out",
+            _assignments(told | inherited, "\n"),
+        ),
     ]
     return "\n\n".join(f"# --- {heading}\n{text}" for heading, text in parts)
 
 
 def _assignments(environment: dict[str, str], separator: str) -> str:
     return separator.join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
-
-

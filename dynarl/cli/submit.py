@@ -12,13 +12,31 @@ from dynarl.cli import output
 
 @click.command("submit", cls=output.Command)
 @click.argument("config_file", metavar="[CONFIG]", required=False, type=click.Path(path_type=Path))
-@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a setting, such as cluster.nodes=8. May be repeated.")
-@click.option("--resume", metavar="RUN", help="Go on with RUN from its newest complete checkpoint instead of starting a new run.")
-@click.option("--dry-run", is_flag=True, help="Show the script, the sbatch and srun lines and all variables; submit nothing.")
-@click.option("--wait", "wait_for_it", is_flag=True, help="Return when the job has ended; exit code 1 unless it ended well.")
+@click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a setting, such as cluster.nodes=8. May be repeated.",
+)
+@click.option(
+    "--resume", metavar="RUN", help="Go on with RUN from its newest complete checkpoint instead of starting a new run."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Show the script, the sbatch and srun lines and all variables; submit nothing."
+)
+@click.option(
+    "--wait", "wait_for_it", is_flag=True, help="Return when the job has ended; exit code 1 unless it ended well."
+)
 @output.format_option()
-def command(config_file: Path | None, overrides: tuple[str, ...], resume: str | None, dry_run: bool, wait_for_it: bool,
-            output_format: str) -> None:
+def command(
+    config_file: Path | None,
+    overrides: tuple[str, ...],
+    resume: str | None,
+    dry_run: bool,
+    wait_for_it: bool,
+    output_format: str,
+) -> None:
     """Submit CONFIG as a new run, or RUN once more.
 
     The configuration is checked first, then Slurm; on an error nothing is submitted and no directory is made.
@@ -77,7 +95,9 @@ def _wait(client: Any, done: Any, result: dict[str, Any]) -> bool:
 def _print(result: dict[str, Any]) -> None:
     rows = [("run", result["run"]), ("job", result["job_id"]), ("files", result["directory"])]
     if "job_state" in result:
-        rows.append(("ended", " ".join(str(part) for part in (result["job_state"], result["state"], result["reason"]) if part)))
+        rows.append(
+            ("ended", " ".join(str(part) for part in (result["job_state"], result["state"], result["reason"]) if part))
+        )
     for name, value in rows:
         click.echo(f"{name:<6} {value}")
     if "job_state" not in result:

@@ -40,7 +40,9 @@ class Loaded:
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """The checked configuration of a job file with `--set` options laid over it. Raises ConfigError with every fault found."""
+    """The checked configuration of a job file with `--set` options laid over it. Raises ConfigError with every fault
+    found.
+    """
     loaded = load_layers(path, overrides)
     validate.check(loaded.config)
     return loaded.config
@@ -74,7 +76,11 @@ def cluster_file() -> Path | None:
     if wanted == NO_CLUSTER:
         return None
     if wanted:
-        candidates = [Path(wanted)] if "/" in wanted or wanted.endswith((".yaml", ".yml")) else [SITE_CLUSTERS / f"{wanted}.yaml"]
+        candidates = (
+            [Path(wanted)]
+            if "/" in wanted or wanted.endswith((".yaml", ".yml"))
+            else [SITE_CLUSTERS / f"{wanted}.yaml"]
+        )
         for candidate in candidates:
             if candidate.is_file():
                 return candidate
@@ -135,8 +141,12 @@ def _build(layers: list[text.Mapping]) -> Loaded:
     raise ConfigError("\n".join(faults))
 
 
-def _lay_over(values: dict, layer: text.Mapping, section: type[Section], prefix: str, origins: dict, faults: list[str]) -> None:
-    """Put a layer's values into `values`, checking each key and type on the way so that every fault is reported, not one."""
+def _lay_over(
+    values: dict, layer: text.Mapping, section: type[Section], prefix: str, origins: dict, faults: list[str]
+) -> None:
+    """Put a layer's values into `values`, checking each key and type on the way so that every fault is reported, not
+    one.
+    """
     known = typing.get_type_hints(section, include_extras=True)
     for key, node in layer.items.items():
         path = prefix + key

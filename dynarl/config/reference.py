@@ -17,12 +17,13 @@ HEAD = """\
 
 <!-- Made from dynarl/config/schema.py by: python -m dynarl.config.reference > docs/configuration.md -->
 
-A job file is YAML with the sections below; whatever it leaves out has the default. Lengths are in tokens, times in seconds.
-Values come from four layers, a later one wins key by key:
+A job file is YAML with the sections below; whatever it leaves out has the default. Lengths are in tokens, times in
+seconds. Values come from four layers, a later one wins key by key:
 
 1. built-in defaults (this page);
-2. the cluster's file: `$DYNARL_CLUSTER` (a path, a name in `/etc/dynarl/clusters.d`, or `none`), else the file there that
-   is named like `$SLURM_CLUSTER_NAME`, else the only one there. It has the same sections; `configs/clusters/` has examples;
+2. the cluster's file: `$DYNARL_CLUSTER` (a path, a name in `/etc/dynarl/clusters.d`, or `none`), else the file there
+   that is named like `$SLURM_CLUSTER_NAME`, else the only one there. It has the same sections; `configs/clusters/` has
+   examples;
 3. the job file;
 4. `--set SECTION.KEY=VALUE` on the command line.
 
@@ -37,10 +38,16 @@ def rendered() -> str:
 
 
 def _section(name: str, kind: type[Section]) -> str:
-    rows = "".join(f"| `{key}` | {_type(hint)} | {_default(kind, key)} | {_meaning(hint)} |\n"
-                   for key, hint in typing.get_type_hints(kind, include_extras=True).items())
+    rows = "".join(
+        f"| `{key}` | {_type(hint)} | {_default(kind, key)} | {_meaning(hint)} |\n"
+        for key, hint in typing.get_type_hints(kind, include_extras=True).items()
+    )
     about = " ".join((kind.__doc__ or "").split()) if kind.__doc__ != Section.__doc__ else ""
-    return f"\n## {name}\n\n" + (f"{about}\n\n" if about else "") + f"| key | value | default | meaning |\n|---|---|---|---|\n{rows}"
+    return (
+        f"\n## {name}\n\n"
+        + (f"{about}\n\n" if about else "")
+        + f"| key | value | default | meaning |\n|---|---|---|---|\n{rows}"
+    )
 
 
 def _metas(hint: Any) -> Iterator[msgspec.Meta]:
@@ -60,8 +67,12 @@ def _meaning(hint: Any) -> str:
 
 def _type(hint: Any) -> str:
     """In a person's words: `integer >= 1`, `one of a, b`, `text or null`."""
-    bounds = "".join(f" {sign} {value:g}" for meta in _metas(hint)
-                     for sign, value in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt)) if value is not None)
+    bounds = "".join(
+        f" {sign} {value:g}"
+        for meta in _metas(hint)
+        for sign, value in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
+        if value is not None
+    )
     return _words(_bare(hint)) + bounds
 
 

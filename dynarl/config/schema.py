@@ -28,10 +28,14 @@ def doc(text: str) -> Meta:
 class Run(Section):
     """Who this run is and where it keeps its files."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"), doc("job name; part of the run's directory")] = "dynarl"
-    root: Annotated[str | None, doc("directory of all runs, on the shared file system; default $DYNARL_RUNS, else ~/dynarl-runs")] = None
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"), doc("job name; part of the run's directory")
+    ] = "dynarl"
+    root: Annotated[
+        str | None, doc("directory of all runs, on the shared file system; default $DYNARL_RUNS, else ~/dynarl-runs")
+    ] = None
     seed: Annotated[int, doc("seed of prompts, sampling, weights")] = 1
-    iterations: Annotated[Count, doc("GRPO iterations (optimizer steps times algorithm.minibatches)")] = 20
+    iterations: Annotated[Count, doc("GRPO iterations, of algorithm.minibatches optimizer steps each")] = 20
 
 
 class Cluster(Section):
@@ -40,12 +44,14 @@ class Cluster(Section):
     nodes: Annotated[Positive, doc("nodes of the allocation")] = 4
     devices_per_node: Annotated[Positive, doc("GPUs per node, or worker slots per node with device: cpu")] = 1
     device: Annotated[Literal["cpu", "cuda"], doc("where the models run")] = "cpu"
-    cpus_per_node: Annotated[int | None, doc("CPUs of a node given to the agent and its workers; default all of the allocation")] = None
+    cpus_per_node: Annotated[
+        int | None, doc("CPUs of a node given to the agent and its workers; default all of the allocation")
+    ] = None
     time: Annotated[str, doc("time limit, any of Slurm's forms")] = "1:00:00"
     signal_before_s: Annotated[Positive, doc("how long before the time limit the job saves and requeues itself")] = 120
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    partition: Annotated[str | None, doc("partition of the job; default: Slurm's")] = None
+    account: Annotated[str | None, doc("account that pays for the job")] = None
+    qos: Annotated[str | None, doc("quality of service")] = None
     requeue: Annotated[bool, doc("ask Slurm to requeue the job at the time limit and go on from the checkpoint")] = True
     max_requeues: Annotated[Count, doc("restarts of one job before it is given up")] = 20
     mpi: Annotated[str, doc("srun --mpi plugin")] = "pmix"
@@ -56,7 +62,9 @@ class Cluster(Section):
     prologue: Annotated[list[str], doc("shell lines run in the job script before the controller")] = []
     scratch: Annotated[str | None, doc("node-local directory for sockets; default $TMPDIR, else /tmp")] = None
     staging: Annotated[str, doc("node-local memory file system that holds weights in transit")] = "/dev/shm"
-    interface: Annotated[str | None, doc("network interface of control and collectives; default: the one that the node name resolves to")] = None
+    interface: Annotated[
+        str | None, doc("network interface of control and collectives; default: the one that the node name resolves to")
+    ] = None
 
 
 class Split(Section):
@@ -65,19 +73,28 @@ class Split(Section):
     Training nodes own the optimizer state for good; all other nodes may change role as the policy says.
     """
 
-    rollout: Count = 2
-    inference: Count = 1
-    training: Positive = 1
+    rollout: Annotated[Count, doc("nodes that generate")] = 2
+    inference: Annotated[Count, doc("nodes that recompute log-probabilities; 0: the training nodes do it in turn")] = 1
+    training: Annotated[Positive, doc("nodes that own the optimizer state")] = 1
 
 
 class Policy(Section):
     """Which nodes change role, and when."""
 
-    name: Annotated[Literal["static", "threshold", "colocated"], doc(
-        "static: nobody moves. threshold: rollout nodes leave as running requests fall. colocated: all nodes take all roles in turn")] = "threshold"
-    threshold: Annotated[Positive, doc("a rollout node is released when the requests left would fit on the others at this many per node")] = 8
+    name: Annotated[
+        Literal["static", "threshold", "colocated"],
+        doc(
+            "static: nobody moves. threshold: rollout nodes leave as running requests fall. "
+            "colocated: all nodes take all roles in turn"
+        ),
+    ] = "threshold"
+    threshold: Annotated[
+        Positive, doc("a rollout node is released when the requests left would fit on the others at this many per node")
+    ] = 8
     min_rollout_nodes: Annotated[Positive, doc("rollout nodes that stay until the last request has finished")] = 1
-    lend_owners: Annotated[bool, doc("training and inference nodes also generate while they have nothing else to do")] = False
+    lend_owners: Annotated[
+        bool, doc("training and inference nodes also generate while they have nothing else to do")
+    ] = False
     dwell_s: Annotated[NonNegative, doc("least time between two moves")] = 0.3
     vote_timeout_s: Annotated[NonNegative, doc("a move not agreed on by then is cancelled")] = 10.0
 
@@ -86,20 +103,22 @@ class Model(Section):
     """The policy model, in Hugging Face form. Without `path` a small one is made from the sizes below."""
 
     path: Annotated[str | None, doc("directory with config.json and safetensors")] = None
-    hidden_size: Positive = 128
-    layers: Positive = 2
-    heads: Positive = 4
-    kv_heads: Positive = 2
-    ffn_size: Positive = 256
-    max_position: Positive = 512
+    hidden_size: Annotated[Positive, doc("width of the residual stream")] = 128
+    layers: Annotated[Positive, doc("transformer layers")] = 2
+    heads: Annotated[Positive, doc("attention heads; must divide hidden_size")] = 4
+    kv_heads: Annotated[Positive, doc("key and value heads; must divide heads")] = 2
+    ffn_size: Annotated[Positive, doc("width of the feed-forward layer")] = 256
+    max_position: Annotated[Positive, doc("longest sequence, prompt and answer together")] = 512
     tied: Annotated[bool, doc("output layer shares the embedding's weights")] = True
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], doc("of weights and activations")] = "float32"
 
 
 class Task(Section):
     """Prompts and verifier."""
 
-    name: Annotated[str, doc("arithmetic, or package.module:Class for a task of your own (docs/tasks.md)")] = "arithmetic"
+    name: Annotated[str, doc("arithmetic, or package.module:Class for a task of your own (docs/tasks.md)")] = (
+        "arithmetic"
+    )
     args: Annotated[dict[str, int | float | str | bool | list[int]], doc("arguments of the task")] = {}
     train_size: Annotated[Positive, doc("distinct training prompts")] = 100_000
     eval_size: Annotated[Count, doc("held-out prompts")] = 128
@@ -112,58 +131,69 @@ class Algorithm(Section):
 
     prompts_per_step: Annotated[Positive, doc("prompts (groups) per iteration")] = 32
     group_size: Annotated[Annotated[int, Meta(ge=2)], doc("samples per prompt")] = 8
-    minibatches: Annotated[Positive, doc("optimizer steps per iteration, with fixed membership; 1: every group counts in one step")] = 1
-    max_prompt_tokens: Positive = 64
-    max_response_tokens: Positive = 256
-    temperature: Annotated[float, Meta(gt=0.0)] = 1.0
-    clip_ratio_low: NonNegative = 0.2
-    clip_ratio_high: NonNegative = 0.28
-    kl_loss_coef: Annotated[NonNegative, doc("weight of the k3 KL to the reference; 0: no reference model is kept")] = 0.0
+    minibatches: Annotated[
+        Positive, doc("optimizer steps per iteration, with fixed membership; 1: every group counts in one step")
+    ] = 1
+    max_prompt_tokens: Annotated[Positive, doc("longest prompt")] = 64
+    max_response_tokens: Annotated[Positive, doc("longest answer; one that reaches it is cut")] = 256
+    temperature: Annotated[float, Meta(gt=0.0), doc("of sampling while training")] = 1.0
+    clip_ratio_low: Annotated[NonNegative, doc("the probability ratio is clipped at 1 - this")] = 0.2
+    clip_ratio_high: Annotated[NonNegative, doc("the probability ratio is clipped at 1 + this")] = 0.28
+    kl_loss_coef: Annotated[NonNegative, doc("weight of the k3 KL to the reference; 0: no reference model is kept")] = (
+        0.0
+    )
     normalize_std: Annotated[bool, doc("divide advantages by the group's standard deviation")] = True
-    truncated: Annotated[Literal["keep", "zero_reward", "mask"], doc("what becomes of an answer cut at max_response_tokens")] = "zero_reward"
+    truncated: Annotated[
+        Literal["keep", "zero_reward", "mask"], doc("what becomes of an answer cut at max_response_tokens")
+    ] = "zero_reward"
 
 
 class WarmStart(Section):
     """Supervised stage before GRPO, on demonstrations that the task writes. steps 0: none."""
 
-    steps: Count = 0
+    steps: Annotated[Count, doc("optimizer steps")] = 0
     batch_size: Annotated[Positive, doc("demonstrations per optimizer step")] = 128
-    lr: NonNegative = 3e-3
+    lr: Annotated[NonNegative, doc("learning rate of this stage")] = 3e-3
 
 
 class Rollout(Section):
     """Generation."""
 
-    engine: Literal["local", "sglang"] = "local"
+    engine: Annotated[
+        Literal["local", "sglang"],
+        doc("local: in the worker, any machine. sglang: a server per device, needs the extra `sglang`"),
+    ] = "local"
     max_running: Annotated[Positive, doc("requests that one instance decodes together")] = 32
     python: Annotated[str | None, doc("interpreter of the rollout workers; default: the controller's")] = None
     args: Annotated[list[str], doc("further arguments of the SGLang server")] = []
-    start_timeout_s: NonNegative = 600.0
+    start_timeout_s: Annotated[NonNegative, doc("longest start of an engine")] = 600.0
 
 
 class Inference(Section):
     """Old (and reference) log-probabilities under the trainer's numerics."""
 
-    max_tokens_per_micro_batch: Positive = 8192
-    python: str | None = None
+    max_tokens_per_micro_batch: Annotated[Positive, doc("padded tokens per forward")] = 8192
+    python: Annotated[str | None, doc("interpreter of the inference workers; default: the controller's")] = None
 
 
 class Training(Section):
     """The trainer. Data-parallel size follows: training nodes x devices_per_node / tp."""
 
     tp: Annotated[Positive, doc("tensor-parallel size; must divide devices_per_node")] = 1
-    lr: NonNegative = 1e-3
-    lr_warmup_steps: Count = 0
-    weight_decay: NonNegative = 0.0
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.95
-    adam_eps: NonNegative = 1e-8
+    lr: Annotated[NonNegative, doc("learning rate")] = 1e-3
+    lr_warmup_steps: Annotated[Count, doc("optimizer steps over which the rate rises to lr")] = 0
+    weight_decay: Annotated[NonNegative, doc("AdamW's")] = 0.0
+    adam_beta1: Annotated[Fraction, doc("decay of the gradient's mean")] = 0.9
+    adam_beta2: Annotated[Fraction, doc("decay of the squared gradient's mean")] = 0.95
+    adam_eps: Annotated[NonNegative, doc("AdamW's epsilon")] = 1e-8
     clip_grad: Annotated[NonNegative, doc("global gradient norm limit; 0: none")] = 1.0
     max_tokens_per_micro_batch: Annotated[Positive, doc("padded tokens per forward and backward")] = 8192
-    python: str | None = None
+    python: Annotated[str | None, doc("interpreter of the training workers; default: the controller's")] = None
 
 
 class Checkpoint(Section):
+    """What is saved, besides at the end of the run and when it is interrupted."""
+
     every: Annotated[Count, doc("iterations between checkpoints; 0: only at the end")] = 0
     keep: Annotated[Positive, doc("newest complete checkpoints that are kept")] = 2
 
@@ -171,10 +201,12 @@ class Checkpoint(Section):
 class Failure(Section):
     """What happens when a worker dies."""
 
-    rollout: Literal["restart", "end"] = "restart"
-    inference: Literal["restart", "end"] = "restart"
-    training: Literal["restart", "end"] = "restart"
-    environment: Literal["restart", "end"] = "restart"
+    rollout: Annotated[Literal["restart", "end"], doc("start the worker again, or end the job")] = "restart"
+    inference: Annotated[Literal["restart", "end"], doc("as for rollout")] = "restart"
+    training: Annotated[
+        Literal["restart", "end"], doc("as for rollout; a trainer that owned state goes back to the newest checkpoint")
+    ] = "restart"
+    environment: Annotated[Literal["restart", "end"], doc("as for rollout")] = "restart"
     max_restarts: Annotated[Count, doc("restarts of all workers together before the job ends")] = 8
     no_progress_s: Annotated[NonNegative, doc("the job ends when nothing has moved for so long")] = 600.0
 

@@ -16,7 +16,16 @@ from dynarl.errors import ConfigError
 
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL = {"": None, "~": None, "null": None, "true": True, "false": False, ".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+_SPECIAL = {
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "false": False,
+    ".inf": math.inf,
+    "-.inf": -math.inf,
+    ".nan": math.nan,
+}
 
 
 class Scalar(NamedTuple):
@@ -48,7 +57,9 @@ def parse(text: str, source: str, numbered: bool = True) -> Node:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark and numbered else source
         line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
-        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}" + (f" in {line!r}" if line else "")) from None
+        raise ConfigError(
+            f"{where}: not YAML: {getattr(error, 'problem', None) or error}" + (f" in {line!r}" if line else "")
+        ) from None
     if root is None:
         return Mapping({}, source)
     try:
@@ -65,7 +76,9 @@ def _convert(node: yaml.Node, source: str, numbered: bool) -> Node:
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{origin}: a key must be a word")
             if key.value == "<<":
-                raise ConfigError(f"{origin}: merge keys (<<) are not supported; use a cluster file for what several jobs share")
+                raise ConfigError(
+                    f"{origin}: merge keys (<<) are not supported; use a cluster file for what several jobs share"
+                )
             if key.value in items:
                 raise ConfigError(f"{source}:{key.start_mark.line + 1}: key {key.value!r} is given twice")
             items[key.value] = _convert(value, source, numbered)

@@ -14,16 +14,40 @@ from dynarl.errors import ConfigError
 from dynarl.slurm import environ, timelimit
 
 # Options that are computed from other settings; given twice, the outcome would depend on their order.
-COMPUTED_SBATCH = {"-N": "cluster.nodes", "--nodes": "cluster.nodes", "-t": "cluster.time", "--time": "cluster.time",
-                   "-p": "cluster.partition", "--partition": "cluster.partition", "-A": "cluster.account",
-                   "--account": "cluster.account", "-q": "cluster.qos", "--qos": "cluster.qos", "-J": "run.name",
-                   "--job-name": "run.name", "--signal": "cluster.signal_before_s", "--requeue": "cluster.requeue",
-                   "--no-requeue": "cluster.requeue", "--gpus-per-node": "cluster.devices_per_node"}
-COMPUTED_SRUN = {"-N": "cluster.nodes", "--nodes": "cluster.nodes", "-n": "cluster.nodes", "--ntasks": "cluster.nodes",
-                 "--ntasks-per-node": "the agent", "-w": "split", "--nodelist": "split", "--mpi": "cluster.mpi",
-                 "--export": "cluster.env", "--output": "the run directory", "-o": "the run directory",
-                 "-c": "cluster.cpus_per_node", "--cpus-per-task": "cluster.cpus_per_node",
-                 "--gpus-per-node": "cluster.devices_per_node"}
+COMPUTED_SBATCH = {
+    "-N": "cluster.nodes",
+    "--nodes": "cluster.nodes",
+    "-t": "cluster.time",
+    "--time": "cluster.time",
+    "-p": "cluster.partition",
+    "--partition": "cluster.partition",
+    "-A": "cluster.account",
+    "--account": "cluster.account",
+    "-q": "cluster.qos",
+    "--qos": "cluster.qos",
+    "-J": "run.name",
+    "--job-name": "run.name",
+    "--signal": "cluster.signal_before_s",
+    "--requeue": "cluster.requeue",
+    "--no-requeue": "cluster.requeue",
+    "--gpus-per-node": "cluster.devices_per_node",
+}
+COMPUTED_SRUN = {
+    "-N": "cluster.nodes",
+    "--nodes": "cluster.nodes",
+    "-n": "cluster.nodes",
+    "--ntasks": "cluster.nodes",
+    "--ntasks-per-node": "the agent",
+    "-w": "split",
+    "--nodelist": "split",
+    "--mpi": "cluster.mpi",
+    "--export": "cluster.env",
+    "--output": "the run directory",
+    "-o": "the run directory",
+    "-c": "cluster.cpus_per_node",
+    "--cpus-per-task": "cluster.cpus_per_node",
+    "--gpus-per-node": "cluster.devices_per_node",
+}
 
 
 @dataclass(frozen=True)
@@ -49,16 +73,20 @@ def check_allocation(config: Config, num_nodes: int) -> None:
     """Raise ConfigError where the job holds another number of nodes than the configuration is made for."""
     if num_nodes != config.cluster.nodes:
         raise ConfigError(
-            f"the allocation has {num_nodes} node{'s' * (num_nodes != 1)}, the configuration needs cluster.nodes = {config.cluster.nodes}. "
-            f"Submit with `dynarl submit` or `sbatch --nodes={config.cluster.nodes}`, or change cluster.nodes and split")
+            f"the allocation has {num_nodes} node{'s' * (num_nodes != 1)}, the configuration needs "
+            f"cluster.nodes = {config.cluster.nodes}. "
+            f"Submit with `dynarl submit` or `sbatch --nodes={config.cluster.nodes}`, or change cluster.nodes and split"
+        )
 
 
 def _nodes(config: Config) -> Iterator[str]:
     split, nodes = config.split, config.cluster.nodes
     total = split.rollout + split.inference + split.training
     if total != nodes:
-        yield (f"split: rollout {split.rollout} + inference {split.inference} + training {split.training} = {total}, "
-               f"but cluster.nodes = {nodes}")
+        yield (
+            f"split: rollout {split.rollout} + inference {split.inference} + training {split.training} = {total}, "
+            f"but cluster.nodes = {nodes}"
+        )
     cpus = config.cluster.cpus_per_node
     if cpus is not None and cpus < 1:
         yield f"cluster.cpus_per_node = {cpus}: must be 1 or more, or null for all of the allocation"
@@ -75,8 +103,11 @@ def _time(config: Config) -> Iterator[str]:
         return
     before_s = config.cluster.signal_before_s
     if before_s >= limit_s:
-        yield (f"cluster.signal_before_s = {before_s} s leaves nothing of cluster.time = {config.cluster.time} ({limit_s} s; "
-               "Slurm may signal up to a minute early)")
+        yield (
+            f"cluster.signal_before_s = {before_s} s leaves nothing of cluster.time = {config.cluster.time} "
+            f"({limit_s} s; "
+            "Slurm may signal up to a minute early)"
+        )
     if before_s > 65535:
         yield f"cluster.signal_before_s = {before_s}: Slurm takes at most 65535"
 
@@ -86,18 +117,26 @@ def _policy(config: Config) -> Iterator[str]:
     if policy.name == "colocated":
         return
     if split.rollout == 0:
-        hint = ("one node can only take all roles in turn: set policy.name to colocated" if config.cluster.nodes == 1
-                else "give split.rollout at least one node, or set policy.name to colocated")
+        hint = (
+            "one node can only take all roles in turn: set policy.name to colocated"
+            if config.cluster.nodes == 1
+            else "give split.rollout at least one node, or set policy.name to colocated"
+        )
         yield f"split.rollout = 0 with policy.name = {policy.name}: nobody would generate; {hint}"
     elif policy.name == "threshold" and policy.min_rollout_nodes > split.rollout:
-        yield (f"policy.min_rollout_nodes = {policy.min_rollout_nodes} is more than split.rollout = {split.rollout}: "
-               "no node could ever leave")
+        yield (
+            f"policy.min_rollout_nodes = {policy.min_rollout_nodes} is more than split.rollout = {split.rollout}: "
+            "no node could ever leave"
+        )
 
 
 def _model(config: Config) -> Iterator[str]:
     tp, devices = config.training.tp, config.cluster.devices_per_node
     if devices % tp:
-        yield f"training.tp = {tp} does not divide cluster.devices_per_node = {devices}: a tensor-parallel group stays inside a node"
+        yield (
+            f"training.tp = {tp} does not divide cluster.devices_per_node = {devices}: "
+            "a tensor-parallel group stays inside a node"
+        )
     try:
         shape = _shape(config)
     except ConfigError as error:
@@ -115,8 +154,11 @@ def _model(config: Config) -> Iterator[str]:
         yield f"{where}.kv_heads = {shape.kv_heads} is neither a multiple nor a divisor of training.tp = {tp}"
     prompt, response = config.algorithm.max_prompt_tokens, config.algorithm.max_response_tokens
     if prompt + response > shape.max_position:
-        yield (f"algorithm.max_prompt_tokens {prompt} + algorithm.max_response_tokens {response} = {prompt + response} tokens, "
-               f"but {where}.max_position = {shape.max_position}")
+        yield (
+            f"algorithm.max_prompt_tokens {prompt} + algorithm.max_response_tokens {response} = "
+            f"{prompt + response} tokens, "
+            f"but {where}.max_position = {shape.max_position}"
+        )
 
 
 def _shape(config: Config) -> Shape:
@@ -127,8 +169,14 @@ def _shape(config: Config) -> Shape:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         heads = found["num_attention_heads"]
-        return Shape(found["hidden_size"], heads, found.get("num_key_value_heads") or heads, found["intermediate_size"],
-                     found["max_position_embeddings"], "model.path")
+        return Shape(
+            found["hidden_size"],
+            heads,
+            found.get("num_key_value_heads") or heads,
+            found["intermediate_size"],
+            found["max_position_embeddings"],
+            "model.path",
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {model.path}: cannot read {file}: {error}") from None
     except KeyError as error:
@@ -138,38 +186,59 @@ def _shape(config: Config) -> Shape:
 def _batches(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.prompts_per_step % algorithm.minibatches:
-        yield (f"algorithm.prompts_per_step = {algorithm.prompts_per_step} groups (of {algorithm.group_size} samples, never split) do not "
-               f"divide into algorithm.minibatches = {algorithm.minibatches} "
-               f"({algorithm.prompts_per_step / algorithm.minibatches:.2f} groups each)")
+        yield (
+            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} groups (of {algorithm.group_size} samples, "
+            f"never split) do not divide into algorithm.minibatches = {algorithm.minibatches} "
+            f"({algorithm.prompts_per_step / algorithm.minibatches:.2f} groups each)"
+        )
     if algorithm.prompts_per_step > config.task.train_size:
-        yield f"algorithm.prompts_per_step = {algorithm.prompts_per_step} is more than task.train_size = {config.task.train_size}"
+        yield (
+            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} is more than "
+            f"task.train_size = {config.task.train_size}"
+        )
     longest = algorithm.max_prompt_tokens + algorithm.max_response_tokens
-    for name, limit in (("training", config.training.max_tokens_per_micro_batch),
-                        ("inference", config.inference.max_tokens_per_micro_batch)):
+    for name, limit in (
+        ("training", config.training.max_tokens_per_micro_batch),
+        ("inference", config.inference.max_tokens_per_micro_batch),
+    ):
         if longest > limit:
-            yield (f"{name}.max_tokens_per_micro_batch = {limit} does not hold one sample of {algorithm.max_prompt_tokens} + "
-                   f"{algorithm.max_response_tokens} = {longest} tokens")
-    for path, value in (("algorithm.temperature", algorithm.temperature), ("training.lr", config.training.lr),
-                        ("algorithm.kl_loss_coef", algorithm.kl_loss_coef)):
+            yield (
+                f"{name}.max_tokens_per_micro_batch = {limit} does not hold one sample of "
+                f"{algorithm.max_prompt_tokens} + {algorithm.max_response_tokens} = {longest} tokens"
+            )
+    for path, value in (
+        ("algorithm.temperature", algorithm.temperature),
+        ("training.lr", config.training.lr),
+        ("algorithm.kl_loss_coef", algorithm.kl_loss_coef),
+    ):
         if not math.isfinite(value):
             yield f"{path} = {value}: must be a finite number"
 
 
 def _options(config: Config) -> Iterator[str]:
-    for key, options, computed in (("cluster.sbatch_args", config.cluster.sbatch_args, COMPUTED_SBATCH),
-                                   ("cluster.srun_args", config.cluster.srun_args, COMPUTED_SRUN)):
+    for key, options, computed in (
+        ("cluster.sbatch_args", config.cluster.sbatch_args, COMPUTED_SBATCH),
+        ("cluster.srun_args", config.cluster.srun_args, COMPUTED_SRUN),
+    ):
         for option in options:
             match = re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=.*)?|(-[A-Za-z]).*", option, re.DOTALL)
             if match is None:
-                yield f"{key}: {option!r} is not an option; write it and its value as one item, such as --constraint=a100"
+                yield (
+                    f"{key}: {option!r} is not an option; write it and its value as one item, such as --constraint=a100"
+                )
             elif (name := match[1] or match[2]) in computed:
                 yield f"{key}: {option!r} is set by dynarl from {computed[name]}"
     for name in config.cluster.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"cluster.env: {name!r} is not the name of an environment variable"
         elif environ.is_secret(name):
-            yield (f"cluster.env.{name} looks like a secret, and the configuration is kept in the run directory. Leave it out and "
-                   "export it in the shell that you submit from: Slurm hands it on")
+            yield (
+                f"cluster.env.{name} looks like a secret, and the configuration is kept in the run directory. "
+                "Leave it out and export it in the shell that you submit from: Slurm hands it on"
+            )
     scratch = config.cluster.scratch
     if scratch is not None and len(scratch) > 60:
-        yield f"cluster.scratch = {scratch!r} is {len(scratch)} characters long; socket paths below it must stay under 108, so at most 60"
+        yield (
+            f"cluster.scratch = {scratch!r} is {len(scratch)} characters long; "
+            "socket paths below it must stay under 108, so at most 60"
+        )

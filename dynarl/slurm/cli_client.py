@@ -1,4 +1,6 @@
-"""The Client that calls Slurm's own tools and reads text. Works with every release, and a poll costs a few hundred bytes."""
+"""The Client that calls Slurm's own tools and reads text. Works with every release, and a poll costs a few hundred
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ RETRY_PAUSES_S = (1.0, 3.0, 8.0)
 
 # slurmctld is busy, restarting or failing over; the same question may be answered a little later.
 TRANSIENT = re.compile(
-    r"socket timed out|unable to contact slurm controller|connection refused|connection reset|zero bytes were transmitted"
-    r"|communication connection failure|temporarily unable|resource temporarily unavailable|in standby mode", re.IGNORECASE)
+    r"socket timed out|unable to contact slurm controller|connection refused|connection reset"
+    r"|zero bytes were transmitted|communication connection failure|temporarily unable"
+    r"|resource temporarily unavailable|in standby mode",
+    re.IGNORECASE,
+)
 # Of these, the ones after which a job may have been accepted all the same.
 PERHAPS_DONE = re.compile(r"timed out|zero bytes|reset", re.IGNORECASE)
 NO_SUCH_JOB = re.compile(r"invalid job id|job/step already completing or completed", re.IGNORECASE)
@@ -29,8 +34,10 @@ NO_SUCH_JOB = re.compile(r"invalid job id|job/step already completing or complet
 Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[bytes]"]
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[bytes]":
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_TIMEOUT_S
+    )
 
 
 class CliClient(Client):
@@ -85,12 +92,22 @@ class CliClient(Client):
         for line in self._ask(["sinfo", "--noheader", "--format=%a|%D|%s|%l|%P"]).splitlines():
             available, nodes, size, limit, name = line.strip().split("|", 4)
             largest = size.rpartition("-")[2]
-            found.append(PartitionInfo(name.removesuffix("*"), name.endswith("*"), available == "up", int(nodes),
-                                       None if largest == "infinite" else int(largest), limit))
+            found.append(
+                PartitionInfo(
+                    name.removesuffix("*"),
+                    name.endswith("*"),
+                    available == "up",
+                    int(nodes),
+                    None if largest == "infinite" else int(largest),
+                    limit,
+                )
+            )
         return found
 
     def config(self) -> dict[str, str]:
-        pairs = (line.partition("=") for line in self._ask(["scontrol", "show", "config"]).splitlines() if " = " in line)
+        pairs = (
+            line.partition("=") for line in self._ask(["scontrol", "show", "config"]).splitlines() if " = " in line
+        )
         return {key.strip(): value.strip() for key, _, value in pairs}
 
     def mpi_plugins(self) -> list[str]:
@@ -100,8 +117,14 @@ class CliClient(Client):
             plugins += re.findall(r"[\w]+", line.rpartition(":")[2]) if ":" in line or len(line.split()) == 1 else []
         return plugins
 
-    def _ask(self, command: Sequence[str], environment: Mapping[str, str] | None = None, *,
-             once_if: re.Pattern[str] | None = None, both: bool = False) -> str:
+    def _ask(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        once_if: re.Pattern[str] | None = None,
+        both: bool = False,
+    ) -> str:
         """What the tool printed (with `both`, also on stderr). Retries what may pass; never where `once_if` matches."""
         # Bytes, decoded here: names of jobs need not be UTF-8.
         if environment is None:
@@ -110,8 +133,10 @@ class CliClient(Client):
             try:
                 result = self._run(command, environment)
             except FileNotFoundError:
-                raise SlurmError(f"{command[0]} is not on the PATH. Is this a machine with Slurm (a login node)? "
-                                 "Perhaps a module has to be loaded") from None
+                raise SlurmError(
+                    f"{command[0]} is not on the PATH. Is this a machine with Slurm (a login node)? "
+                    "Perhaps a module has to be loaded"
+                ) from None
             except subprocess.TimeoutExpired:
                 message = f"socket timed out (no answer within {COMMAND_TIMEOUT_S:g} s)"
             else:
@@ -123,8 +148,10 @@ class CliClient(Client):
             if not TRANSIENT.search(message):
                 raise SlurmError(f"{command[0]}: {message}")
             if once_if and once_if.search(message):
-                raise TransientError(f"{command[0]}: {message}\nIt may or may not have been accepted: look with squeue before "
-                                     "you submit again")
+                raise TransientError(
+                    f"{command[0]}: {message}\nIt may or may not have been accepted: look with squeue before "
+                    "you submit again"
+                )
             if pause_s is not None:
                 log.warning("%s: %s; asking again in %g s", command[0], message, pause_s)
                 self._pause(pause_s)
@@ -133,6 +160,9 @@ class CliClient(Client):
 
 def _plain_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the user's own output formats and filters (SQUEUE_FORMAT, SINFO_STATES ...), and in English."""
-    kept = {name: value for name, value in environment.items()
-            if not name.startswith(("SQUEUE_", "SINFO_", "SCANCEL_", "SLURM_TIME_FORMAT"))}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(("SQUEUE_", "SINFO_", "SCANCEL_", "SLURM_TIME_FORMAT"))
+    }
     return kept | {"LC_ALL": "C"}

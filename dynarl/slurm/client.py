@@ -1,4 +1,5 @@
-"""Asking Slurm, behind one interface: the command line tools by default, pyslurm for reading where it works, a fake in tests.
+"""Asking Slurm, behind one interface: the command line tools by default, pyslurm for reading where it works, a fake in
+tests.
 
 An answer about a job is one of three: present, absent, unknown. An outage of slurmctld is "unknown", never "finished".
 """
@@ -15,8 +16,22 @@ from dynarl.slurm.version import Version
 
 # States after which a job never runs again. Any other, also one not known here, counts as alive: new releases and sites
 # add states, and a job wrongly taken for dead is started twice.
-FINAL_STATES = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
-                          "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT"})
+FINAL_STATES = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "RECONFIG_FAIL",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
 
 
 class Presence(enum.Enum):
@@ -29,7 +44,9 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What Slurm says of a job. `state` is a word such as RUNNING; None unless present. `detail`: why pending, or why unknown."""
+    """What Slurm says of a job. `state` is a word such as RUNNING; None unless present. `detail`: why pending, or why
+    unknown.
+    """
 
     id: str
     presence: Presence

@@ -14,8 +14,8 @@ from dynarl.slurm.version import Version
 class FakeClient(Client):
     """`faults` is a script: {"submit": [error, None, ...]} makes the first submit raise and the second work.
 
-    `calls` records what was asked: ("cancel", "1", "USR1", True). `on_signal` answers a signalled or cancelled job with the
-    state it goes to; without an entry USR1 is ignored, as by a controller that hangs.
+    `calls` records what was asked: ("cancel", "1", "USR1", True). `on_signal` answers a signalled or cancelled job with
+    the state it goes to; without an entry USR1 is ignored, as by a controller that hangs.
     """
 
     name = "fake"
@@ -81,8 +81,14 @@ class FakeClient(Client):
 
     def config(self) -> dict[str, str]:
         self._enter("config")
-        return {"JobRequeue": "1", "PreemptMode": "OFF", "KillWait": "30 sec", "SchedulerParameters": "(null)",
-                "MaxStepCount": "40000", **self.settings}
+        return {
+            "JobRequeue": "1",
+            "PreemptMode": "OFF",
+            "KillWait": "30 sec",
+            "SchedulerParameters": "(null)",
+            "MaxStepCount": "40000",
+            **self.settings,
+        }
 
     def mpi_plugins(self) -> list[str]:
         self._enter("mpi_plugins")

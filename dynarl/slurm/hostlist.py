@@ -29,7 +29,8 @@ class HostlistError(SlurmError):
 
 
 def expand(text: str) -> list[str]:
-    """Names in the order written, duplicates kept, leading zeros kept. Several brackets give their product, leftmost slowest.
+    """Names in the order written, duplicates kept, leading zeros kept. Several brackets give their product, leftmost
+    slowest.
 
     Raises HostlistError.
     """
@@ -66,9 +67,7 @@ def _split(text: str) -> Iterator[str]:
 
 def _expand_piece(piece: str, text: str) -> Iterator[str]:
     parts = re.split(r"\[([^\]]*)\]", piece)  # literal, range list, literal, range list, ... literal
-    choices: list[Iterable[str]] = [
-        _numbers(part, text) if index % 2 else [part] for index, part in enumerate(parts)
-    ]
+    choices: list[Iterable[str]] = [_numbers(part, text) if index % 2 else [part] for index, part in enumerate(parts)]
     for combination in itertools.product(*choices):
         yield "".join(combination)
 

@@ -18,7 +18,8 @@ _FORM = re.compile(
     r"(?:_(?P<array>[0-9]+|\[[0-9,:%-]+(?:\.\.\.)?\]|\*))?"
     r"(?:\+(?P<het>[0-9]+))?"
     r"(?:\.(?P<step>[0-9]+|batch|extern|interactive|TBD)(?:\+(?P<part>[0-9]+))?)?"
-    r"(?:;(?P<cluster>\S+))?")
+    r"(?:;(?P<cluster>\S+))?"
+)
 
 
 class JobIdError(SlurmError):
@@ -30,7 +31,7 @@ class JobIdError(SlurmError):
 
 @dataclass(frozen=True)
 class JobId:
-    """`job_component`: offset in a heterogeneous job (12+1). `step_component`: part of a heterogeneous step (12.0+1)."""
+    """`job_component`: offset in a heterogeneous job (12+1). `step_component`: part of a heterogeneous step (1.0+1)."""
 
     job: int
     array: str | None = None
@@ -40,8 +41,14 @@ class JobId:
     cluster: str | None = None
 
     def __str__(self) -> str:
-        pieces = [("", self.job), ("_", self.array), ("+", self.job_component), (".", self.step), ("+", self.step_component),
-                  (";", self.cluster)]
+        pieces = [
+            ("", self.job),
+            ("_", self.array),
+            ("+", self.job_component),
+            (".", self.step),
+            ("+", self.step_component),
+            (";", self.cluster),
+        ]
         return "".join(f"{mark}{piece}" for mark, piece in pieces if piece is not None)
 
 

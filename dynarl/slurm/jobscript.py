@@ -1,8 +1,8 @@
 """The batch job: which script, with which options of sbatch, and the site's part of it.
 
 There is one script, `slurm/dynarl.slurm`. `dynarl submit` gives sbatch the options that follow from the configuration,
-which win over the defaults in the script; by hand one gives them oneself. The script calls this module for the shell lines
-that come from the configuration.
+which win over the defaults in the script; by hand one gives them oneself. The script calls this module for the shell
+lines that come from the configuration.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def prologue(config: Config) -> str:
     lines = []
     if config.cluster.modules:
         # A batch shell is no login shell: where sbatch did not hand on the function `module`, it has to be defined.
-        lines += ["if ! command -v module >/dev/null; then",
-                  "    for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do [ ! -r $file ] || . $file; done",
-                  "fi"]
+        lines += [
+            "if ! command -v module >/dev/null; then",
+            "    for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do [ ! -r $file ] || . $file; done",
+            "fi",
+        ]
         lines += [f"module load {shlex.quote(name)} || exit" for name in config.cluster.modules]
     lines += [f"{{ {line}\n}} || exit" for line in config.cluster.prologue]
     return "\n".join(lines)

@@ -15,7 +15,9 @@ from dynarl.slurm.client import Client, PartitionInfo
 
 Answer = TypeVar("Answer")
 
-NO_CONFIGURATION = re.compile(r"establish a configuration source|fetch_config|no slurm\.conf|resolve_ctls", re.IGNORECASE)
+NO_CONFIGURATION = re.compile(
+    r"establish a configuration source|fetch_config|no slurm\.conf|resolve_ctls", re.IGNORECASE
+)
 
 
 class Level(enum.Enum):
@@ -34,7 +36,7 @@ class Finding:
 
 
 def require(client: Client, config: Config, allocated: bool = False) -> list[Finding]:
-    """All findings; raises SlurmError with every fault where there is one. `allocated`: the job has its nodes already."""
+    """All findings; raises SlurmError with every fault if there is one. `allocated`: the job has its nodes already."""
     findings = list(check(client, config, allocated))
     faults = [finding.text for finding in findings if finding.level is Level.FAULT]
     if faults:
@@ -43,7 +45,9 @@ def require(client: Client, config: Config, allocated: bool = False) -> list[Fin
 
 
 def check(client: Client, config: Config | None = None, allocated: bool = False) -> Iterator[Finding]:
-    """Findings from the most basic on. What needs an answer that did not come is left out, since that fault is reported."""
+    """Findings from the most basic on. What needs an answer that did not come is left out, since that fault is
+    reported.
+    """
     release = yield from _asked("version", client.version)
     if release is None:
         return
@@ -72,29 +76,45 @@ def _asked(topic: str, question: Callable[[], Answer]) -> Generator[Finding, Non
     except SlurmError as error:
         text = str(error)
         if NO_CONFIGURATION.search(text):
-            text = ("Slurm's tools are installed, but find no slurm.conf and no slurmctld. Set SLURM_CONF, or run this on a "
-                    f"login node ({text.splitlines()[-1]})")
+            text = (
+                "Slurm's tools are installed, but find no slurm.conf and no slurmctld. Set SLURM_CONF, or run this on "
+                f"a login node ({text.splitlines()[-1]})"
+            )
         yield Finding(Level.FAULT, topic, text)
         return None
 
 
 def _settings(settings: dict[str, str], config: Config | None) -> Iterator[Finding]:
-    parts = None if config is None else sum(
-        count > 0 for count in (config.split.rollout, config.split.inference, config.split.training))
+    parts = (
+        None
+        if config is None
+        else sum(count > 0 for count in (config.split.rollout, config.split.inference, config.split.training))
+    )
     if "disable_hetjob_steps" in settings.get("SchedulerParameters", ""):
         level = Level.NOTE if parts == 1 else Level.FAULT
-        yield Finding(level, "het-steps",
-                      "SchedulerParameters has disable_hetjob_steps: `srun A : B` is refused here. Ask the administrators to "
-                      "remove it, or use a configuration with a single role (policy.name: colocated, split.training = nodes)")
+        yield Finding(
+            level,
+            "het-steps",
+            "SchedulerParameters has disable_hetjob_steps: `srun A : B` is refused here. Ask the administrators to "
+            "remove it, or use a configuration with a single role (policy.name: colocated, split.training = nodes)",
+        )
     else:
         yield Finding(Level.OK, "het-steps", "heterogeneous steps are allowed")
     requeue = config is None or config.cluster.requeue
     if requeue and settings.get("JobRequeue") == "0":
-        yield Finding(Level.NOTE, "requeue", "JobRequeue is 0: the site may refuse to requeue at the time limit; go on by hand with "
-                      "`dynarl submit --resume RUN`")
+        yield Finding(
+            Level.NOTE,
+            "requeue",
+            "JobRequeue is 0: the site may refuse to requeue at the time limit; go on by hand with "
+            "`dynarl submit --resume RUN`",
+        )
     if requeue and "CANCEL" in settings.get("PreemptMode", ""):
-        yield Finding(Level.NOTE, "preemption", "PreemptMode is CANCEL: a preempted job is not requeued, whatever it asks for; go on "
-                      "by hand with `dynarl submit --resume RUN`")
+        yield Finding(
+            Level.NOTE,
+            "preemption",
+            "PreemptMode is CANCEL: a preempted job is not requeued, whatever it asks for; go on "
+            "by hand with `dynarl submit --resume RUN`",
+        )
     steps = settings.get("MaxStepCount", "")
     if steps.isdigit() and int(steps) < 100:
         yield Finding(Level.NOTE, "steps", f"MaxStepCount is {steps}: a job that loses many nodes may run out of steps")
@@ -103,8 +123,12 @@ def _settings(settings: dict[str, str], config: Config | None) -> Iterator[Findi
 def _mpi(plugins: list[str], config: Config | None) -> Finding:
     wanted = "pmix" if config is None else config.cluster.mpi
     if wanted not in plugins:
-        return Finding(Level.FAULT, "mpi", f"`srun --mpi=list` has no {wanted} here, only: {', '.join(plugins)}. Set cluster.mpi to "
-                       "the one that your MPI library was built for (Open MPI: pmix)")
+        return Finding(
+            Level.FAULT,
+            "mpi",
+            f"`srun --mpi=list` has no {wanted} here, only: {', '.join(plugins)}. Set cluster.mpi to "
+            "the one that your MPI library was built for (Open MPI: pmix)",
+        )
     return Finding(Level.OK, "mpi", f"srun knows --mpi={wanted}")
 
 
@@ -140,5 +164,7 @@ def _does_not_fit(part: PartitionInfo, nodes: int, config: Config) -> Iterator[s
         return  # a word that this release has and we do not know
     asked = timelimit.minutes(config.cluster.time)
     if longest is not None and asked is not None and asked > longest:
-        yield (f"cluster.time = {config.cluster.time} is {asked} minutes, but partition {part.name} allows {longest} "
-               f"({part.time_limit}); the job is requeued at its limit anyway, so ask for less")
+        yield (
+            f"cluster.time = {config.cluster.time} is {asked} minutes, but partition {part.name} allows {longest} "
+            f"({part.time_limit}); the job is requeued at its limit anyway, so ask for less"
+        )

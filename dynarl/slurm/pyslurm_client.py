@@ -1,8 +1,8 @@
 """The Client that reads jobs and nodes through pyslurm, where that is installed and fits the site's Slurm.
 
-pyslurm is optional: it is GPL-2.0-only, each release fits one release of Slurm, and it cannot launch steps. Everything but
-reading therefore goes through the tools as well. It must never be loaded into a process that uses MPI: both bring a libslurm
-or PMIx of their own.
+pyslurm is optional: it is GPL-2.0-only, each release fits one release of Slurm, and it cannot launch steps. Everything
+but reading therefore goes through the tools as well. It must never be loaded into a process that uses MPI: both bring a
+libslurm or PMIx of their own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ IMPORT_TIMEOUT_S = 20
 def why_not() -> str | None:
     """None where pyslurm works, else the reason.
 
-    Asked in a child process, because importing it ends the process where libslurm finds no slurm.conf (all releases up to
-    24.11), and crashes where it was built for another release.
+    Asked in a child process, because importing it ends the process where libslurm finds no slurm.conf (all releases up
+    to 24.11), and crashes where it was built for another release.
     """
     try:
-        result = subprocess.run([sys.executable, "-c", "import pyslurm; pyslurm.Nodes.load()"], stdin=subprocess.DEVNULL,
-                                capture_output=True, timeout=IMPORT_TIMEOUT_S)
+        result = subprocess.run(
+            [sys.executable, "-c", "import pyslurm; pyslurm.Nodes.load()"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=IMPORT_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         return f"importing it took more than {IMPORT_TIMEOUT_S} s"
     if result.returncode == 0:
@@ -55,8 +59,14 @@ class PyslurmClient(cli_client.CliClient):
             if cli_client.NO_SUCH_JOB.search(str(error)):
                 return JobInfo(job_id, Presence.ABSENT)
             return JobInfo(job_id, Presence.UNKNOWN, detail=str(error))
-        return JobInfo(job_id, Presence.PRESENT, job.state, tuple(hostlist.expand(job.allocated_nodes or "")),
-                       job.state_reason or "None", job.name or "")
+        return JobInfo(
+            job_id,
+            Presence.PRESENT,
+            job.state,
+            tuple(hostlist.expand(job.allocated_nodes or "")),
+            job.state_reason or "None",
+            job.name or "",
+        )
 
     def nodes(self) -> list[NodeInfo]:
         try:

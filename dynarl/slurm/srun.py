@@ -2,8 +2,9 @@
 
     srun OPTIONS agent : OPTIONS agent : OPTIONS agent
 
-is one step and one MPI world, with a component per home role (or several, see `in_node_order`). Some options carry over from a component to the later ones,
-some do not, and which ones differs by release; so every option is written out for every component.
+is one step and one MPI world, with a component per home role (or several, see `in_node_order`). Some options carry over
+from a component to the later ones, some do not, and which ones differs by release; so every option is written out for
+every component.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def command_line(spec: StepSpec) -> list[str]:
 def in_node_order(components: Sequence[Component]) -> list[Component]:
     """The same nodes in the same roles, cut so that the nodes come in Slurm's order over the whole step.
 
-    Slurm's PMIx plugin numbers the hosts of a step in sorted order, but meets them in the order of the components. Where the
-    two differ, MPI_Init fails at once (22.05: "unexpected contrib from", "Cannot establish direct connection"). A role whose
-    nodes lie apart becomes several components.
+    Slurm's PMIx plugin numbers the hosts of a step in sorted order, but meets them in the order of the components.
+    Where the two differ, MPI_Init fails at once (22.05: "unexpected contrib from", "Cannot establish direct
+    connection"). A role whose nodes lie apart becomes several components.
     """
     placed = [(node, component) for component in components for node in component.nodes]
     placed.sort(key=lambda pair: hostlist.sort_key(pair[0]))
@@ -95,8 +96,9 @@ def _options(component: Component, spec: StepSpec) -> list[str]:
         "--mem=0",
         # The agent places its workers itself; a binding would shut them all into the agent's core.
         "--cpu-bind=none",
-        # A lost node or agent must not take the others along: the controller decides. Both, because the defaults come from
-        # slurm.conf (KillOnBadExit, WaitTime) and a site with WaitTime=30 ends the step 30 s after the first clean exit.
+        # A lost node or agent must not take the others along: the controller decides. Both, because the defaults come
+        # from slurm.conf (KillOnBadExit, WaitTime) and a site with WaitTime=30 ends the step 30 s after the first clean
+        # exit.
         "--no-kill",
         "--kill-on-bad-exit=0",
         "--wait=0",
@@ -122,13 +124,15 @@ def _escaped(path: str) -> str:
 
 
 def _export(component: Component) -> str:
-    """The value of --export. Nothing tells a rank its component (MPI's APPNUM is 0 in all of them), hence DYNARL_ROLE."""
+    """The value of --export. Nothing tells a rank its component (MPI's APPNUM is 0 in all), hence DYNARL_ROLE."""
     pairs = {"DYNARL_ROLE": component.role, **component.env}
     for name, value in pairs.items():
         if environ.is_secret(name):
             raise SlurmError(f"{name} looks like a secret and would show in `ps`; put it into a file below keys/")
         if not SAFE_VALUE.fullmatch(value):
-            raise SlurmError(f"{name}={value!r} cannot be given to srun --export: it holds a comma, a quote or a line break")
+            raise SlurmError(
+                f"{name}={value!r} cannot be given to srun --export: it holds a comma, a quote or a line break"
+            )
     return ",".join(["ALL", *(f"{name}={value}" for name, value in pairs.items())])
 
 
@@ -137,8 +141,10 @@ def _check(spec: StepSpec) -> None:
     for component in spec.components:
         for node in component.nodes:
             if node in seen:
-                raise SlurmError(f"node {node} is in {seen[node]} and in {component.role}: "
-                                 "components of one step must not share a node")
+                raise SlurmError(
+                    f"node {node} is in {seen[node]} and in {component.role}: "
+                    "components of one step must not share a node"
+                )
             seen[node] = component.role
         if ":" in (*component.command, *spec.extra_args):
             raise SlurmError("a lone ':' among the arguments: srun would take it for the start of the next component")

@@ -55,7 +55,9 @@ def submit_new(client: Client, config: Config) -> Submitted:
 
 
 def submit_resume(client: Client, run: Path, overrides: Iterable[str] = ()) -> Submitted:
-    """Submit a run again; it goes on from its newest complete checkpoint. `overrides` change its configuration for good."""
+    """Submit a run again; it goes on from its newest complete checkpoint. `overrides` change its configuration for
+    good.
+    """
     path = rundir.config(run)
     if not path.is_file():
         raise NotFoundError(f"{run} has no config.yaml, so there is nothing to resume")
@@ -103,8 +105,10 @@ def succeeded(info: JobInfo) -> bool | None:
 def _refuse_if_busy(client: Client, run: Path) -> None:
     job = live_job(client, run)
     if job is not None:
-        raise RunBusy(f"job {job.id} of {run.name} is {job.state}: two jobs must not work on one run. "
-                      f"End it first: dynarl cancel {run.name}")
+        raise RunBusy(
+            f"job {job.id} of {run.name} is {job.state}: two jobs must not work on one run. "
+            f"End it first: dynarl cancel {run.name}"
+        )
 
 
 def _notes(findings: list[preflight.Finding]) -> tuple[str, ...]:

@@ -12,7 +12,10 @@ import re
 
 from dynarl.errors import SlurmError
 
-FORMS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds, UNLIMITED"
+FORMS = (
+    "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds, "
+    "UNLIMITED"
+)
 
 _UNLIMITED = {"unlimited", "infinite"}
 _PLAIN = re.compile(r"([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")

@@ -38,5 +38,7 @@ def parse(text: str) -> Version:
 def require(version: Version) -> None:
     """Raises SlurmError for a release that is too old."""
     if version < OLDEST:
-        raise SlurmError(f"this is Slurm {version}; dynarl needs {OLDEST.year}.{OLDEST.month:02} or newer "
-                         "(older ones do not share GPUs and memory between steps)")
+        raise SlurmError(
+            f"this is Slurm {version}; dynarl needs {OLDEST.year}.{OLDEST.month:02} or newer "
+            "(older ones do not share GPUs and memory between steps)"
+        )

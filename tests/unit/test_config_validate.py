@@ -14,47 +14,68 @@ def faults(written):
     return []
 
 
-@pytest.mark.parametrize("written", [
-    "",
-    "policy: {name: static}\nsplit: {rollout: 3, inference: 0, training: 1}",  # trainers score for themselves
-    "cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0, training: 1}\npolicy: {name: colocated}",
-    "cluster: {devices_per_node: 4}\ntraining: {tp: 4}",  # tp a multiple of kv_heads
-    "algorithm: {minibatches: 4}",
-    "cluster: {sbatch_args: [--constraint=a100, --exclude=n3]}",
-])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "policy: {name: static}\nsplit: {rollout: 3, inference: 0, training: 1}",  # trainers score for themselves
+        "cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0, training: 1}\npolicy: {name: colocated}",
+        "cluster: {devices_per_node: 4}\ntraining: {tp: 4}",  # tp a multiple of kv_heads
+        "algorithm: {minibatches: 4}",
+        "cluster: {sbatch_args: [--constraint=a100, --exclude=n3]}",
+    ],
+)
 def test_what_works_is_accepted(written):
     assert faults(written) == []
 
 
-@pytest.mark.parametrize("written, message", [
-    ("cluster: {nodes: 5}", "split: rollout 2 + inference 1 + training 1 = 4, but cluster.nodes = 5"),
-    ("cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0}", "one node can only take all roles in turn: set policy.name to colocated"),
-    ("split: {rollout: 0, inference: 3}\npolicy: {name: static}", "nobody would generate"),
-    ("policy: {min_rollout_nodes: 3}", "policy.min_rollout_nodes = 3 is more than split.rollout = 2"),
-    ("cluster: {devices_per_node: 3}\ntraining: {tp: 2}", "training.tp = 2 does not divide cluster.devices_per_node = 3"),
-    ("model: {heads: 6}", "model.hidden_size = 128 is not divisible by model.heads = 6"),
-    ("model: {kv_heads: 3}", "model.heads = 4 is not divisible by model.kv_heads = 3"),
-    ("cluster: {devices_per_node: 8}\ntraining: {tp: 8}", "model.heads = 4 is not divisible by training.tp = 8"),
-    ("cluster: {devices_per_node: 6}\ntraining: {tp: 6}\nmodel: {hidden_size: 120, heads: 12, kv_heads: 4, ffn_size: 240}",
-     "model.kv_heads = 4 is neither a multiple nor a divisor of training.tp = 6"),
-    ("algorithm: {max_prompt_tokens: 300}", "300 + algorithm.max_response_tokens 256 = 556 tokens, but model.max_position = 512"),
-    ("algorithm: {minibatches: 3}", "prompts_per_step = 32 groups (of 8 samples, never split) do not divide into algorithm.minibatches = 3 "
-     "(10.67 groups each)"),
-    ("training: {max_tokens_per_micro_batch: 100}", "does not hold one sample of 64 + 256 = 320 tokens"),
-    ("task: {train_size: 8}", "algorithm.prompts_per_step = 32 is more than task.train_size = 8"),
-    ("training: {lr: .inf}", "training.lr = inf"),
-    ("cluster: {time: 1:2:3:4}", "cluster.time: time limit '1:2:3:4' is none of"),
-    ("cluster: {time: UNLIMITED}", "no limit"),
-    ("cluster: {time: 2}", "cluster.signal_before_s = 120 s leaves nothing of cluster.time = 2 (120 s"),
-    ("cluster: {cpus_per_node: 0}", "cluster.cpus_per_node = 0"),
-    ("cluster: {sbatch_args: [-N3]}", "'-N3' is set by dynarl from cluster.nodes"),
-    ("cluster: {sbatch_args: ['--nodes 3']}", "one item"),
-    ("cluster: {sbatch_args: [a100]}", "'a100' is not an option"),
-    ("cluster: {srun_args: [--mpi=pmi2]}", "'--mpi=pmi2' is set by dynarl from cluster.mpi"),
-    ("cluster: {env: {WANDB_API_KEY: x}}", "cluster.env.WANDB_API_KEY looks like a secret"),
-    ("cluster: {env: {'A B': x}}", "'A B' is not the name"),
-    ("model: {path: /nowhere}", "cannot read /nowhere/config.json"),
-])
+@pytest.mark.parametrize(
+    "written, message",
+    [
+        ("cluster: {nodes: 5}", "split: rollout 2 + inference 1 + training 1 = 4, but cluster.nodes = 5"),
+        (
+            "cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0}",
+            "one node can only take all roles in turn: set policy.name to colocated",
+        ),
+        ("split: {rollout: 0, inference: 3}\npolicy: {name: static}", "nobody would generate"),
+        ("policy: {min_rollout_nodes: 3}", "policy.min_rollout_nodes = 3 is more than split.rollout = 2"),
+        (
+            "cluster: {devices_per_node: 3}\ntraining: {tp: 2}",
+            "training.tp = 2 does not divide cluster.devices_per_node = 3",
+        ),
+        ("model: {heads: 6}", "model.hidden_size = 128 is not divisible by model.heads = 6"),
+        ("model: {kv_heads: 3}", "model.heads = 4 is not divisible by model.kv_heads = 3"),
+        ("cluster: {devices_per_node: 8}\ntraining: {tp: 8}", "model.heads = 4 is not divisible by training.tp = 8"),
+        (
+            "cluster: {devices_per_node: 6}\ntraining: {tp: 6}\n"
+            "model: {hidden_size: 120, heads: 12, kv_heads: 4, ffn_size: 240}",
+            "model.kv_heads = 4 is neither a multiple nor a divisor of training.tp = 6",
+        ),
+        (
+            "algorithm: {max_prompt_tokens: 300}",
+            "300 + algorithm.max_response_tokens 256 = 556 tokens, but model.max_position = 512",
+        ),
+        (
+            "algorithm: {minibatches: 3}",
+            "prompts_per_step = 32 groups (of 8 samples, never split) do not divide into algorithm.minibatches = 3 "
+            "(10.67 groups each)",
+        ),
+        ("training: {max_tokens_per_micro_batch: 100}", "does not hold one sample of 64 + 256 = 320 tokens"),
+        ("task: {train_size: 8}", "algorithm.prompts_per_step = 32 is more than task.train_size = 8"),
+        ("training: {lr: .inf}", "training.lr = inf"),
+        ("cluster: {time: 1:2:3:4}", "cluster.time: time limit '1:2:3:4' is none of"),
+        ("cluster: {time: UNLIMITED}", "no limit"),
+        ("cluster: {time: 2}", "cluster.signal_before_s = 120 s leaves nothing of cluster.time = 2 (120 s"),
+        ("cluster: {cpus_per_node: 0}", "cluster.cpus_per_node = 0"),
+        ("cluster: {sbatch_args: [-N3]}", "'-N3' is set by dynarl from cluster.nodes"),
+        ("cluster: {sbatch_args: ['--nodes 3']}", "one item"),
+        ("cluster: {sbatch_args: [a100]}", "'a100' is not an option"),
+        ("cluster: {srun_args: [--mpi=pmi2]}", "'--mpi=pmi2' is set by dynarl from cluster.mpi"),
+        ("cluster: {env: {WANDB_API_KEY: x}}", "cluster.env.WANDB_API_KEY looks like a secret"),
+        ("cluster: {env: {'A B': x}}", "'A B' is not the name"),
+        ("model: {path: /nowhere}", "cannot read /nowhere/config.json"),
+    ],
+)
 def test_each_fault_shows_its_arithmetic(written, message):
     found = faults(written)
     assert len(found) == 1 and message in found[0], found
@@ -64,7 +85,9 @@ def test_the_sizes_of_a_given_model_come_from_its_config_json(tmp_path):
     shape = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 300}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert faults(f"model: {{path: '{tmp_path}'}}") == [
-        "algorithm.max_prompt_tokens 64 + algorithm.max_response_tokens 256 = 320 tokens, but model.path.max_position = 300"]
+        "algorithm.max_prompt_tokens 64 + algorithm.max_response_tokens 256 = 320 tokens, "
+        "but model.path.max_position = 300"
+    ]
     (tmp_path / "config.json").write_text("{}")
     assert "has no 'num_attention_heads'" in faults(f"model: {{path: '{tmp_path}'}}")[0]
 

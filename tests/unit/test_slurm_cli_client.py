@@ -25,8 +25,15 @@ def test_a_question_is_repeated_until_slurm_answers():
     assert len(tools.commands) == 3 and pauses == list(RETRY_PAUSES_S[:2])
 
 
-@pytest.mark.parametrize("outage", [TIMED_OUT, NO_CONTACT, subprocess.TimeoutExpired("squeue", 60),
-                                    ("", "slurm_load_jobs error: Zero Bytes were transmitted or received", 0)])
+@pytest.mark.parametrize(
+    "outage",
+    [
+        TIMED_OUT,
+        NO_CONTACT,
+        subprocess.TimeoutExpired("squeue", 60),
+        ("", "slurm_load_jobs error: Zero Bytes were transmitted or received", 0),
+    ],
+)
 def test_an_outage_is_unknown_and_never_absent(outage):
     """Exit status 0 with nothing but the message has been seen as well."""
     asker, tools, pauses = client(*[outage] * 10)
@@ -36,7 +43,9 @@ def test_an_outage_is_unknown_and_never_absent(outage):
 
 
 def test_a_submission_that_may_have_been_accepted_is_not_repeated():
-    asker, tools, pauses = client(("", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1))
+    asker, tools, pauses = client(
+        ("", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1)
+    )
     with pytest.raises(TransientError, match="may or may not have been accepted: look with squeue"):
         asker.submit(["sbatch", "x"], {})
     assert len(tools.commands) == 1
@@ -61,12 +70,15 @@ def test_a_missing_tool_is_named():
         asker.version()
 
 
-@pytest.mark.parametrize("line, name, nodes, state", [
-    ("7|RUNNING|n[1-2,5]|None|a|b|c", "a|b|c", ("n1", "n2", "n5"), "RUNNING"),
-    ("7|PENDING||Priority|x", "x", (), "PENDING"),
-    ("CLUSTER: blue\n7|SIGNALING|n1|None|x", "x", ("n1",), "SIGNALING"),
-    ("7|RUNNING|n1|None|na\udce9ve", "na\ufffdve", ("n1",), "RUNNING"),
-])
+@pytest.mark.parametrize(
+    "line, name, nodes, state",
+    [
+        ("7|RUNNING|n[1-2,5]|None|a|b|c", "a|b|c", ("n1", "n2", "n5"), "RUNNING"),
+        ("7|PENDING||Priority|x", "x", (), "PENDING"),
+        ("CLUSTER: blue\n7|SIGNALING|n1|None|x", "x", ("n1",), "SIGNALING"),
+        ("7|RUNNING|n1|None|na\udce9ve", "na\ufffdve", ("n1",), "RUNNING"),
+    ],
+)
 def test_names_may_hold_anything_and_states_may_be_new(line, name, nodes, state):
     asker, _, _ = client((line + "\n", "", 0))
     info = asker.job("7")

@@ -5,7 +5,10 @@ from fake_tools import FakeTools
 from dynarl.slurm.cli_client import CliClient
 from dynarl.slurm.fake import FakeClient
 
-SLURM = {"fake": lambda: (slurm := FakeClient(), slurm), "cli": lambda: (CliClient(FakeTools(slurm := FakeClient())), slurm)}
+SLURM = {
+    "fake": lambda: (slurm := FakeClient(), slurm),
+    "cli": lambda: (CliClient(FakeTools(slurm := FakeClient())), slurm),
+}
 
 
 @pytest.fixture(params=SLURM)
@@ -20,7 +23,9 @@ def test_says_what_it_is(pair):
 
 def test_tells_present_from_absent(pair):
     client, slurm = pair
-    slurm_contract.tells_present_from_absent(client, ["sbatch", "--job-name=contract"], {}, lambda job: slurm.set_state(job, "RUNNING"))
+    slurm_contract.tells_present_from_absent(
+        client, ["sbatch", "--job-name=contract"], {}, lambda job: slurm.set_state(job, "RUNNING")
+    )
 
 
 def test_refuses_to_requeue_what_is_not_there(pair):

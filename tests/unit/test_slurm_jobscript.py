@@ -24,16 +24,37 @@ def test_the_script_is_that_of_the_checkout():
 
 
 def test_options_follow_from_the_configuration():
-    command = jobscript.sbatch_command(config("""
+    command = jobscript.sbatch_command(
+        config("""
 run: {name: big}
-cluster: {nodes: 16, device: cuda, devices_per_node: 8, time: 2-3, signal_before_s: 300, partition: gpu, account: me, qos: high,
-          requeue: false, sbatch_args: [--constraint=a100]}
-"""), RUN, resume=True)
+cluster: {nodes: 16, device: cuda, devices_per_node: 8, time: 2-3, signal_before_s: 300, partition: gpu, account: me,
+          qos: high, requeue: false, sbatch_args: [--constraint=a100]}
+"""),
+        RUN,
+        resume=True,
+    )
     assert command == [
-        "sbatch", "--parsable", "--job-name=big", "--nodes=16", "--time=2-03:00:00", "--signal=B:USR1@300", "--no-kill",
-        "--no-requeue", "--open-mode=append", "--output=/runs/100%%/x-1/slurm-%j.out", "--partition=gpu", "--account=me",
-        "--qos=high", "--gpus-per-node=8", "--constraint=a100", str(ROOT / "slurm/dynarl.slurm"), "/runs/100%/x-1/config.yaml",
-        "--run-dir", "/runs/100%/x-1", "--resume"]
+        "sbatch",
+        "--parsable",
+        "--job-name=big",
+        "--nodes=16",
+        "--time=2-03:00:00",
+        "--signal=B:USR1@300",
+        "--no-kill",
+        "--no-requeue",
+        "--open-mode=append",
+        "--output=/runs/100%%/x-1/slurm-%j.out",
+        "--partition=gpu",
+        "--account=me",
+        "--qos=high",
+        "--gpus-per-node=8",
+        "--constraint=a100",
+        str(ROOT / "slurm/dynarl.slurm"),
+        "/runs/100%/x-1/config.yaml",
+        "--run-dir",
+        "/runs/100%/x-1",
+        "--resume",
+    ]
 
 
 def test_on_cpus_no_gpus_are_asked_for():
@@ -41,12 +62,16 @@ def test_on_cpus_no_gpus_are_asked_for():
 
 
 def sh(lines, **env):
-    return subprocess.run(["bash", "-c", lines + "\necho end"], capture_output=True, text=True, env={"PATH": os.environ["PATH"], **env})
+    return subprocess.run(
+        ["bash", "-c", lines + "\necho end"], capture_output=True, text=True, env={"PATH": os.environ["PATH"], **env}
+    )
 
 
 def test_the_prologue_loads_modules_then_runs_the_sites_lines():
-    lines = jobscript.prologue(config("cluster: {modules: [openmpi/5, 'odd name'], prologue: [export A=1, 'echo $A; true']}"))
-    done = sh("module() { echo module \"$@\"; }\n" + lines)
+    lines = jobscript.prologue(
+        config("cluster: {modules: [openmpi/5, 'odd name'], prologue: [export A=1, 'echo $A; true']}")
+    )
+    done = sh('module() { echo module "$@"; }\n' + lines)
     assert done.stdout.splitlines() == ["module load openmpi/5", "module load odd name", "1", "end"]
 
 
@@ -61,24 +86,34 @@ def test_a_line_of_the_prologue_that_fails_ends_the_job(written):
 
 @pytest.fixture
 def job(tmp_path):
-    """Run the job script as a job would; returns the completed process. What Python would be is `python` in tmp_path."""
+    """Run the job script as a job would; the completed process. What Python would be is `python` in tmp_path."""
     tools = tmp_path / "bin"
     tools.mkdir()
     write(tools / "scontrol", f"echo '   Command={ROOT}/slurm/dynarl.slurm a b'")
-    write(tmp_path / "python", """
+    write(
+        tmp_path / "python",
+        """
 case "$*" in
 -c*) exit "${IMPORT:-0}" ;;
 *dynarl.slurm.jobscript*) echo "echo prologue; export FROM_PROLOGUE=1"; exit "${CHECK:-0}" ;;
 esac
 trap 2>&1 | grep USR1
-echo "$@"; env""")
+echo "$@"; env""",
+    )
 
     def run(*arguments, **env):
-        environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "DYNARL_PYTHON": str(tmp_path / "python"), **env}
+        environment = {
+            "PATH": f"{tools}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "DYNARL_PYTHON": str(tmp_path / "python"),
+            **env,
+        }
         # From another place and under another name, as slurmd does it.
         copy = tmp_path / "slurm_script"
         copy.write_text((ROOT / "slurm/dynarl.slurm").read_text())
-        return subprocess.run(["bash", str(copy), *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path)
+        return subprocess.run(
+            ["bash", str(copy), *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path
+        )
 
     return run
 

@@ -29,15 +29,27 @@ def test_a_sound_slurm_passes():
     assert preflight.require(FakeClient(), Config()) == found
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: CliClient(FakeTools(None, FileNotFoundError())), "srun is not on the PATH"),
-    (lambda: CliClient(FakeTools(None, ("", "srun: fatal: Could not establish a configuration source", 1))), "find no slurm.conf and no slurmctld"),
-    (lambda: FakeClient(release=Version(21, 8, 8)), "this is Slurm 21.08.8; dynarl needs 22.05 or newer"),
-    (lambda: FakeClient(faults={"config": [TransientError("scontrol: Unable to contact slurm controller")]}), "Unable to contact"),
-    (lambda: FakeClient(settings={"SchedulerParameters": "bf_interval=30,disable_hetjob_steps"}), "disable_hetjob_steps"),
-    (lambda: FakeClient(plugins=("none", "pmi2")), "`srun --mpi=list` has no pmix here, only: none, pmi2"),
-    (lambda: FakeClient(node_names=("n1", "n2")), "cluster.nodes = 4, but partition main has 2"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: CliClient(FakeTools(None, FileNotFoundError())), "srun is not on the PATH"),
+        (
+            lambda: CliClient(FakeTools(None, ("", "srun: fatal: Could not establish a configuration source", 1))),
+            "find no slurm.conf and no slurmctld",
+        ),
+        (lambda: FakeClient(release=Version(21, 8, 8)), "this is Slurm 21.08.8; dynarl needs 22.05 or newer"),
+        (
+            lambda: FakeClient(faults={"config": [TransientError("scontrol: Unable to contact slurm controller")]}),
+            "Unable to contact",
+        ),
+        (
+            lambda: FakeClient(settings={"SchedulerParameters": "bf_interval=30,disable_hetjob_steps"}),
+            "disable_hetjob_steps",
+        ),
+        (lambda: FakeClient(plugins=("none", "pmi2")), "`srun --mpi=list` has no pmix here, only: none, pmi2"),
+        (lambda: FakeClient(node_names=("n1", "n2")), "cluster.nodes = 4, but partition main has 2"),
+    ],
+)
 def test_each_fault_is_told_apart(make, message):
     faults = of(Level.FAULT, findings(make()))
     assert len(faults) == 1 and message in faults[0]
@@ -56,13 +68,20 @@ def with_partition(**changes):
     return Slurm()
 
 
-@pytest.mark.parametrize("slurm, written, message", [
-    (with_partition(max_nodes=2), "", "cluster.nodes = 4, but partition main allows 2 per job"),
-    (with_partition(up=False), "", "partition main is down"),
-    (with_partition(default=False), "", "there is no default partition: set cluster.partition. Known here: main"),
-    (with_partition(), "cluster: {partition: gpu}", "no partition 'gpu'. Known here: main"),
-    (with_partition(time_limit="30:00"), "", "cluster.time = 1:00:00 is 60 minutes, but partition main allows 30 (30:00)"),
-])
+@pytest.mark.parametrize(
+    "slurm, written, message",
+    [
+        (with_partition(max_nodes=2), "", "cluster.nodes = 4, but partition main allows 2 per job"),
+        (with_partition(up=False), "", "partition main is down"),
+        (with_partition(default=False), "", "there is no default partition: set cluster.partition. Known here: main"),
+        (with_partition(), "cluster: {partition: gpu}", "no partition 'gpu'. Known here: main"),
+        (
+            with_partition(time_limit="30:00"),
+            "",
+            "cluster.time = 1:00:00 is 60 minutes, but partition main allows 30 (30:00)",
+        ),
+    ],
+)
 def test_what_the_partition_does_not_allow(slurm, written, message):
     faults = of(Level.FAULT, findings(slurm, written))
     assert len(faults) == 1 and message in faults[0]
@@ -84,11 +103,14 @@ def test_one_role_alone_needs_no_heterogeneous_step():
     assert of(Level.FAULT, found) == [] and "disable_hetjob_steps" in of(Level.NOTE, found)[0]
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"JobRequeue": "0"}, "JobRequeue is 0"),
-    ({"PreemptMode": "GANG,CANCEL"}, "PreemptMode is"),
-    ({"MaxStepCount": "40"}, "MaxStepCount is 40"),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"JobRequeue": "0"}, "JobRequeue is 0"),
+        ({"PreemptMode": "GANG,CANCEL"}, "PreemptMode is"),
+        ({"MaxStepCount": "40"}, "MaxStepCount is 40"),
+    ],
+)
 def test_what_is_worth_a_note(settings, message):
     notes = of(Level.NOTE, findings(FakeClient(settings=settings)))
     assert len(notes) == 1 and message in notes[0]

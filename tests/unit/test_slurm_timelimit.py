@@ -5,10 +5,23 @@ from hypothesis import strategies as st
 from dynarl.slurm import timelimit
 
 
-@pytest.mark.parametrize("text, minutes", [
-    ("90", 90), ("30:00", 30), ("1:00:00", 60), ("2-12", 3600), ("1-12:30", 2190), ("1-00:00:01", 1441), ("0:01", 1),
-    ("UNLIMITED", None), ("infinite", None), ("0", None), (" 5 ", 5), ("3-0:00", 4320),
-])
+@pytest.mark.parametrize(
+    "text, minutes",
+    [
+        ("90", 90),
+        ("30:00", 30),
+        ("1:00:00", 60),
+        ("2-12", 3600),
+        ("1-12:30", 2190),
+        ("1-00:00:01", 1441),
+        ("0:01", 1),
+        ("UNLIMITED", None),
+        ("infinite", None),
+        ("0", None),
+        (" 5 ", 5),
+        ("3-0:00", 4320),
+    ],
+)
 def test_the_forms_of_slurm(text, minutes):
     assert timelimit.minutes(text) == minutes
 

@@ -4,13 +4,16 @@ from dynarl.errors import SlurmError
 from dynarl.slurm.version import Version, parse, require
 
 
-@pytest.mark.parametrize("text, version", [
-    ("slurm 22.05.8\n", (22, 5, 8)),
-    ("slurm-wlm 22.05.8", (22, 5, 8)),
-    ("slurm 24.11.0-0rc1", (24, 11, 0)),
-    ("slurm 26.05-pre", (26, 5, 0)),
-    ("module loaded\nslurm 23.02.7", (23, 2, 7)),
-])
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("slurm 22.05.8\n", (22, 5, 8)),
+        ("slurm-wlm 22.05.8", (22, 5, 8)),
+        ("slurm 24.11.0-0rc1", (24, 11, 0)),
+        ("slurm 26.05-pre", (26, 5, 0)),
+        ("module loaded\nslurm 23.02.7", (23, 2, 7)),
+    ],
+)
 def test_what_srun_prints_is_read(text, version):
     assert parse(text) == Version(*version)
 
