@@ -22,6 +22,7 @@ class KeyPair(NamedTuple):
 def create(directory: Path) -> None:
     """Make fresh key pairs, replacing older ones (a new attempt of a job gets new keys)."""
     directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)
     for name in ("controller", "agent"):
         public, secret = zmq.curve_keypair()
         path = directory / f"{name}.key"

@@ -39,8 +39,8 @@ class Link:
         future = asyncio.get_running_loop().create_future()
         self._open[number] = (peer, future)
         try:
-            await self._send(peer, wire.Call(number, method, args))
             async with asyncio.timeout(timeout_s):
+                await self._send(peer, wire.Call(number, method, args))
                 return await future
         except TimeoutError:
             raise TimeoutError(f"{peer}: no answer to {method} within {timeout_s:g} s") from None
@@ -67,7 +67,7 @@ class Link:
                 log.warning("dropped a message from %r that does not decode: %s", peer, error)
                 continue
             if isinstance(message, wire.Reply):
-                self._settle(message)
+                self._settle(peer, message)
             elif isinstance(message, wire.Event):
                 self._deliver(peer, message)
             else:
@@ -85,9 +85,12 @@ class Link:
         if not task.cancelled() and task.exception() is not None:
             log.error("background task failed", exc_info=task.exception())
 
-    def _settle(self, reply: wire.Reply) -> None:
-        _, future = self._open.get(reply.id, (None, None))
+    def _settle(self, peer: str, reply: wire.Reply) -> None:
+        asked, future = self._open.get(reply.id, (None, None))
         if future is None or future.done():
+            return
+        if self._routed and asked != peer:
+            log.warning("dropped an answer of %r to a call that went to %r", peer, asked)
             return
         if reply.error is None:
             future.set_result(reply.value)
@@ -99,21 +102,26 @@ class Link:
         if handler is None:
             log.warning("no handler for event %r of %s", event.name, peer)
             return
-        handler(peer, **event.data)
+        try:
+            handler(peer, **event.data)
+        except Exception:  # a wrong event costs itself, not all that come after it
+            log.exception("event %s of %r failed", event.name, peer)
 
     async def _answer(self, peer: str, call: wire.Call) -> None:
         handler = getattr(self._handler, f"on_{call.method}", None)
         try:
             if handler is None:
                 raise AttributeError(f"unknown method {call.method!r}")
-            reply = wire.Reply(call.id, await handler(peer, **call.args))
-        except asyncio.CancelledError:
-            raise
+            # Encoded here: an answer that cannot be sent must reach the caller as an error, or it waits for ever.
+            reply = wire.encode(wire.Reply(call.id, await handler(peer, **call.args)))
         except Exception as error:
             log.info("%s from %s failed", call.method, peer, exc_info=not isinstance(error, wire.CallError))
-            reply = wire.Reply(call.id, None, f"{type(error).__name__}: {error}" if not isinstance(error, wire.CallError) else str(error))
-        await self._send(peer, reply)
+            text = str(error) if isinstance(error, wire.CallError) else f"{type(error).__name__}: {error}"
+            reply = wire.encode(wire.Reply(call.id, None, text))
+        await self._send_bytes(peer, reply)
 
     async def _send(self, peer: str, message: wire.Message) -> None:
-        data = wire.encode(message)
+        await self._send_bytes(peer, wire.encode(message))
+
+    async def _send_bytes(self, peer: str, data: bytes) -> None:
         await self._socket.send_multipart([peer.encode(), data] if self._routed else [data])

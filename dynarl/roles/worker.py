@@ -67,13 +67,14 @@ class Worker:
         try:
             if handler is None:
                 raise AttributeError(f"{self.role} worker has no method {call.method!r}")
-            reply = wire.Reply(call.id, handler(**call.args))
+            # Encoded here: an answer that cannot be sent is this call's error, not the worker's end.
+            reply = wire.encode(wire.Reply(call.id, handler(**call.args)))
         except Exception as error:
             logging.exception("%s failed", call.method)
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
-            reply = wire.Reply(call.id, None, text)
-        self._socket.send(wire.encode(reply))
+            reply = wire.encode(wire.Reply(call.id, None, text))
+        self._socket.send(reply)
 
 
 def main(worker_class: type[Worker]) -> None:
