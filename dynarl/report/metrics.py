@@ -66,17 +66,18 @@ class MetricsReader:
                 entry = msgspec.json.decode(line)
             except msgspec.DecodeError:  # cut short by a crash
                 continue
-            for later in [step for step in self.steps if step > entry["step"]]:
-                del self.steps[later]
+            # Steps come in order, so those taken again are the last ones.
+            while self.steps and next(reversed(self.steps)) > entry["step"]:
+                self.steps.popitem()
             self.steps.setdefault(entry["step"], {}).update(entry["data"])
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every step that has a value of this name."""
-        return [(step, data[name]) for step, data in sorted(self.steps.items()) if data.get(name) is not None]
+        return [(step, data[name]) for step, data in self.steps.items() if data.get(name) is not None]
 
     def last(self) -> dict[str, float | None]:
         """The newest value of each name."""
         newest: dict[str, float | None] = {}
-        for _, data in sorted(self.steps.items()):
+        for data in self.steps.values():
             newest.update(data)
         return newest

@@ -16,7 +16,7 @@ def summary(view: RunView, state: State, now: float) -> dict[str, Any]:
     graph = view.graph
     tally = graph.samples.tally()
     attempts = rundir.attempts(view.run)
-    end_t = graph.ended["t"] if graph.ended else now
+    end_t = graph.ended["t"] if graph.ended else now if state.name == "running" else graph.last_t
     return {
         "run": view.run.name,
         "state": state.name,
@@ -119,7 +119,7 @@ def stage(graph: Graph) -> str | None:
 
 
 def by_role(graph: Graph) -> dict[str, list[str]]:
-    """Nodes of each role, roles in their usual order; the nodes without one come last, under "-"."""
-    found = {role: sorted(graph.with_role(role)) for role in ROLES}
+    """Nodes of each role as allocated, roles in their usual order; the nodes without one come last, under "-"."""
+    found = {role: [node for node in graph.nodes if graph.roles.get(node) == role] for role in ROLES}
     idle = [node for node in graph.nodes if node not in graph.roles]
     return {**found, **({"-": idle} if idle else {})}

@@ -14,7 +14,7 @@ def iso_time(unix_s: float | None) -> str | None:
 
 
 def duration(seconds: float | None) -> str:
-    """For people: `0.4s`, `12s`, `3m05s`, `2h07m`; "-" when unknown."""
+    """For people: `0.4s`, `12s`, `3m05s`, `2h07m`, `1d02h`; "-" when unknown."""
     if seconds is None:
         return "-"
     if seconds < 9.95:
@@ -24,4 +24,6 @@ def duration(seconds: float | None) -> str:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
