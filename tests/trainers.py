@@ -17,13 +17,13 @@ VOCAB = 48
 
 
 def config(**training) -> Config:
-    # adam_eps is the default, 1e-8: Adam takes full-size steps along every direction whose gradient is larger, so a direction with
-    # nothing but rounding noise would differ between two runs. There is none here: the rotary embedding makes even the key bias,
-    # which softmax alone would not see, matter; it differs most, by 1e-6.
+    # adam_eps: the first steps of Adam are lr * sign(gradient) wherever |gradient| > eps. With the default 1e-8, which is the size of
+    # the rounding errors of a mean gradient here, an element whose gradient happens to be near 0 takes a step of random sign; one
+    # such element made tensors differ by up to 8e-6 of their norm. Typical elements are 1e-4 to 1e-2, far above 1e-6.
     return Config(
         model=Model(dtype="float32"),
         algorithm=Algorithm(kl_loss_coef=0.05),
-        training=Training(**({"weight_decay": 0.01, "max_tokens_per_micro_batch": 400} | training)),
+        training=Training(**({"adam_eps": 1e-6, "weight_decay": 0.01, "max_tokens_per_micro_batch": 400} | training)),
     )
 
 
@@ -64,40 +64,41 @@ def together(workers: list[Handle], method: str, each: list[dict] | None = None,
 
 
 class Fleet:
-    """Owners in one torch world with tensor-parallel size `tp`, and borrowed workers that are a world of their own each (tp 1)."""
+    """Owners in one torch world, and borrowed replicas that are a world of their own each. All with tensor-parallel size `tp`."""
 
     generation = 0
 
     def __init__(self, workers: list[Handle], owners: int, model_dir: str, tp: int = 1, **training):
         Fleet.generation += 1
-        self.tp, self.owners, self.borrowed = tp, workers[:owners], workers[owners:]
+        self.tp, self.everyone, self.owners, self.borrowed = tp, workers, workers[:owners], workers[owners:]
+        self.replicas = [workers[i:i + tp] for i in range(0, len(workers), tp)]
         self.config = config(tp=tp, **training)
         settings = msgspec.to_builtins(self.config)
         store = workers[0].call("serve_store", host="127.0.0.1")
         common = dict(config=settings, store=store, model_dir=model_dir, version=0)
         name = f"g{Fleet.generation}"
         together(self.owners, "build", [dict(rank=r) for r in range(owners)], world=f"{name}-owners", size=owners, owner=True, **common)
-        together(self.borrowed, "build", [dict(world=f"{name}-b{r}") for r in range(len(self.borrowed))], rank=0, size=1, owner=False, **common)
+        each = [dict(world=f"{name}-b{i // tp}", rank=i % tp) for i in range(len(self.borrowed))]
+        together(self.borrowed, "build", each, size=tp, owner=False, **common)
         if self.borrowed:
             together(workers, "join_reduction", [dict(rank=r) for r in range(len(workers))], store=store, name=f"{name}-r", size=len(workers))
-        self.everyone = workers
 
     def step(self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3) -> dict[str, float]:
         """leases: (replica, samples). Returns the summed statistics and the gradient norm. The new weights go to `model_dir`."""
         together(self.everyone, "begin", step=index, loss="grpo")
-        replicas = [self.owners[i:i + self.tp] for i in range(0, len(self.owners), self.tp)] + [[w] for w in self.borrowed]
         for lease, (replica, samples) in enumerate(leases):
-            together(replicas[replica], "train", lease=lease, samples=samples)
+            together(self.replicas[replica], "train", lease=lease, samples=samples)
         together(self.everyone, "drain")
         total: dict[str, float] = {}
-        for replica in replicas:
+        for replica in self.replicas:
             for event in replica[0].events("trained"):
                 for key, value in event["stats"].items():
                     total[key] = total.get(key, 0.0) + value
         for worker in self.everyone:
             worker.events("trained")
         if self.borrowed:
-            together(self.everyone, "reduce", members=[list(range(len(self.everyone)))])
+            # One tree per tensor rank, all of them into the first replica.
+            together(self.everyone, "reduce", members=[list(range(t, len(self.everyone), self.tp)) for t in range(self.tp)])
         answers = together(self.owners, "step", global_tokens=total["tokens"], lr=lr)
         assert len({answer["grad_norm"] for answer in answers}) == 1
         digest = together(self.owners, "export", model_dir=model_dir, version=index + 1)[0]["digest"]

@@ -1,7 +1,7 @@
 """Training on the same recorded trajectories gives the same losses and weights however the work is spread.
 
 Real worker processes on this machine, gloo between them: one owner; two owners (data parallel); one owner and two borrowed
-workers that get other leases at each step; two tensor-parallel owners. And the comparison is sharp enough to notice if two
+workers that get other leases at each step; two tensor-parallel owners, alone and with a borrowed pair. And the comparison is sharp enough to notice if two
 samples swap their advantage or their answer, or if one is left out.
 """
 
@@ -31,7 +31,7 @@ def stage(tmp_path_factory):
     batches = trainers.recorded()
     with Harness(directory) as harness:
         trainers.score(harness, model_dir, batches)
-        workers = [harness.start("dynarl.roles.training.worker", f"t{i}") for i in range(3)]
+        workers = [harness.start("dynarl.roles.training.worker", f"t{i}") for i in range(4)]
         alone = trainers.Fleet(workers[:1], 1, model_dir).run(batches, one_lease, directory / "alone")
         yield Stage(directory, model_dir, batches, workers, alone)
 
@@ -109,6 +109,13 @@ def test_borrowed_workers_change_nothing_whatever_they_are_given(stage):
 
 def test_two_tensor_parallel_owners_train_as_one(stage):
     assert_equal(stage, "tp2", stage.run("tp2", 2, 2, one_lease, tp=2))
+
+
+def test_a_borrowed_replica_may_be_tensor_parallel_too(stage):
+    def deal(step, batch):
+        return [(1, batch[:3]), (0, batch[3:10]), (1, batch[10:])] if step % 2 else [(1, batch)]
+
+    assert_equal(stage, "tp2-borrowed", stage.run("tp2-borrowed", 4, 2, deal, tp=2))
 
 
 def test_norms_of_heads_sum_their_gradient_over_tensor_parallel_ranks(stage):
