@@ -13,7 +13,9 @@ from dynarl.cli import output
 @click.command("graph", cls=output.Command)
 @click.argument("run", default="last")
 @output.format_option()
-@click.option("--at", "version", type=click.IntRange(min=1), help="As it was after this record of the journal; default the last.")
+@click.option(
+    "--at", "version", type=click.IntRange(min=1), help="As it was after this record of the journal; default the last."
+)
 def command(run: str, output_format: str, version: int | None) -> None:
     """Vertices and hyperedges of a run. RUN: its id, the start of it, a Slurm job id, or `last`."""
     from dynarl.hypergraph.check import check
@@ -27,8 +29,16 @@ def command(run: str, output_format: str, version: int | None) -> None:
     graph = fold(records, Graph(config=configuration(path)))
     if output_format == "json":
         edges = [{"kind": e.kind, "vertices": e.vertices, "attributes": e.attributes} for e in graph.edges()]
-        output.print_json({"run": path.name, "version": graph.version, "epoch": graph.epoch, "vertices": graph.vertices(),
-                           "edges": edges, "broken": check(graph)})
+        output.print_json(
+            {
+                "run": path.name,
+                "version": graph.version,
+                "epoch": graph.epoch,
+                "vertices": graph.vertices(),
+                "edges": edges,
+                "broken": check(graph),
+            }
+        )
         return
     table = output.table("hyperedge", "of", "joins", "with")
     for edge in graph.edges():

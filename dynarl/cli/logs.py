@@ -28,10 +28,14 @@ def _count(context: click.Context, parameter: click.Parameter, value: str) -> in
 @click.option("--role", type=click.Choice(ROLES), help="Only what this kind of process wrote.")
 @click.option("--node", help="Only what was written on this node.")
 @click.option("--attempt", type=click.IntRange(min=1), help="Start of the controller, from 1; default the newest.")
-@click.option("-n", "--lines", "count", default="100", callback=_count, metavar="N|all", help="Last lines to show; default 100.")
+@click.option(
+    "-n", "--lines", "count", default="100", callback=_count, metavar="N|all", help="Last lines to show; default 100."
+)
 @click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until the run has ended.")
 @click.option("--files", "list_files", is_flag=True, help="Print the names of the files instead.")
-def command(run: str, role: str | None, node: str | None, attempt: int | None, count: int | None, follow: bool, list_files: bool) -> None:
+def command(
+    run: str, role: str | None, node: str | None, attempt: int | None, count: int | None, follow: bool, list_files: bool
+) -> None:
     """What controller, agents and workers wrote. RUN: its id, the start of it, a Slurm job id, or `last`.
 
     Lines are in order of their time; each begins with where it is from.

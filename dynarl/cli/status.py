@@ -68,7 +68,10 @@ def _print(found: dict[str, Any]) -> None:
 def _lines(found: dict[str, Any], fancy: bool) -> list[tuple[str, Any]]:
     arrow = " → " if fancy else " -> "
     lines = [
-        ("job", f"{found['job_id'] or 'none'}, attempt {found['attempt'] or '-'}, {duration(found['elapsed_s'])} since the start"),
+        (
+            "job",
+            _job(found),
+        ),
         ("iterations", _iterations(found)),
         ("accuracy", _accuracy(found["eval"], arrow)),
         ("nodes", _nodes(found)),
@@ -84,12 +87,21 @@ def _lines(found: dict[str, Any], fancy: bool) -> list[tuple[str, Any]]:
     return lines + [("problem", text) for text in found["problems"][:5]]
 
 
+def _job(found: dict[str, Any]) -> str:
+    job, attempt = found["job_id"] or "none", found["attempt"] or "-"
+    return f"{job}, attempt {attempt}, {duration(found['elapsed_s'])} since the start"
+
+
 def _iterations(found: dict[str, Any]) -> str:
     total, each = found["iterations_total"], found["s_per_iteration"]
     text = f"{found['iterations']} of {total if total is not None else '?'}"
     if each is None:
         return text
-    left = f", about {duration((total - found['iterations']) * each)} left" if total and found["state"] == "running" else ""
+    left = (
+        f", about {duration((total - found['iterations']) * each)} left"
+        if total and found["state"] == "running"
+        else ""
+    )
     return f"{text}, {duration(each)} each{left}"
 
 
@@ -98,7 +110,9 @@ def _accuracy(evaluation: dict[str, Any], arrow: str) -> str:
         return "not evaluated yet"
     values = [evaluation["start"], evaluation["end"] if evaluation["end"] is not None else evaluation["last"]]
     shown = arrow.join(f"{value:.1%}" for value in dict.fromkeys(values) if value is not None)
-    return f"{shown} of {evaluation['size']} held-out" + (f", {evaluation['timeouts']} timed out" if evaluation["timeouts"] else "")
+    return f"{shown} of {evaluation['size']} held-out" + (
+        f", {evaluation['timeouts']} timed out" if evaluation["timeouts"] else ""
+    )
 
 
 def _nodes(found: dict[str, Any]) -> Any:
@@ -121,7 +135,8 @@ def _moves(moves: dict[str, Any], iterations: int) -> str:
     pause = moves["median_pause_ms"]
     text = f"{moves['committed']} committed, {moves['cancelled']} cancelled"
     if pause is not None:
-        text += f", median pause {pause:.0f} ms, into training in {moves['into_training_iterations']} of {iterations} iterations"
+        text += f", median pause {pause:.0f} ms"
+        text += f", into training in {moves['into_training_iterations']} of {iterations} iterations"
     return text
 
 

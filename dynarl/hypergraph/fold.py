@@ -7,7 +7,8 @@ newer version) are counted and otherwise ignored; so are unknown fields.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from dynarl.hypergraph.graph import ROLES, Epoch, Graph, Iteration, Move, Worker
 

@@ -90,7 +90,7 @@ class Graph:
 
     nodes: of the allocation; step_nodes: those of the running step; homes, roles: home and active role of each node
     whose agent is up; ready: the step has loaded its models; ready_t: when the first step had; spans: for each node the
-    (time, role) of every change, role None while it has none; faults: rules found broken while the records were taken in.
+    (time, role) of every change, role None while it has none; faults: rules found broken by the records.
     """
 
     version: int = 0
@@ -214,7 +214,12 @@ class Graph:
         if role == "training":
             tp = self.setting("training", "tp", 1)
             owners = [node for node in nodes if node in self.owners]
-            layout = {"tp": tp, "dp": len(devices) // tp, "owners": owners, "borrowed": [n for n in nodes if n not in owners]}
+            layout = {
+                "tp": tp,
+                "dp": len(devices) // tp,
+                "owners": owners,
+                "borrowed": [n for n in nodes if n not in owners],
+            }
         else:
             layout = {"instances": len(devices)}
         return Edge("placement", (f"component/{role}", *devices), layout)

@@ -4,7 +4,7 @@ A record is one line, written by one `write` to a file opened for appending::
 
     {"seq":7,"t":1700000000.25,"type":"agent_up","owner":"1.9f3c01ab","node":"n2","rank":1,"crc":3735928559}\n
 
-- **seq** counts records from 1; **t** is unix time in seconds; **crc** is the CRC-32 of the line up to `,"crc"` plus `}`.
+- **seq** counts records from 1; **t** is unix time in seconds; **crc** is the CRC-32 of the line without it.
 - A line that a crash cut short has no valid crc. Readers skip it, and the next writer ends it with a newline first.
 - **owner** is `<term>.<nonce>`. Every writer that opens the journal takes the next term. File locks are not to be
   trusted on shared file systems, so two writers are not kept apart by one: readers drop the records of a writer whose
@@ -20,8 +20,9 @@ import re
 import secrets
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import msgspec
 

@@ -43,7 +43,7 @@ def source(path: Path) -> Source:
 
 
 def sources(run: Path, attempt: int | None = None, role: str | None = None, node: str | None = None) -> list[Source]:
-    """Log files of one start of the controller, default the newest, that fit; what the batch script printed is one too."""
+    """Log files that fit, of one start of the controller (default: the newest) and of the batch script."""
     attempts = rundir.attempts(run)
     attempt = attempt or (attempts[-1] if attempts else None)
     found = [source(path) for path in sorted(rundir.logs(run, attempt).glob("*.log"))] if attempt else []

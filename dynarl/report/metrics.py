@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import msgspec
 
@@ -48,7 +49,9 @@ def _open_board(directory: Path, resume_step: int | None) -> Any:
     try:
         from dynarl.report.tensorboard import Board
     except ImportError as error:
-        log.info("no TensorBoard files (%s); metrics.jsonl has everything. pip install 'dynarl[report]' for both", error)
+        log.info(
+            "no TensorBoard files (%s); metrics.jsonl has everything. pip install 'dynarl[report]' for both", error
+        )
         return None
     return Board(directory, resume_step)
 

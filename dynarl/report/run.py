@@ -58,15 +58,20 @@ class RunView:
         return records
 
     def state(self, ask: Callable[[str], JobInfo] | None = None, now: float | None = None) -> State:
-        """How the run stands. `ask` is called only if the journal alone cannot tell; default: squeue, for 5 s at most."""
+        """How the run stands. `ask` is called only if the journal cannot tell; default: squeue, for 5 s at most."""
         jobs = rundir.job_ids(self.run)
         newer_job = jobs and self.graph.job_id is not None and jobs[-1] != self.graph.job_id and jobs[-1]
-        return judge(self.graph, newer_job or self.graph.job_id or (jobs[-1] if jobs else None), bool(newer_job),
-                     ask or ask_slurm, time.time() if now is None else now)
+        return judge(
+            self.graph,
+            newer_job or self.graph.job_id or (jobs[-1] if jobs else None),
+            bool(newer_job),
+            ask or ask_slurm,
+            time.time() if now is None else now,
+        )
 
 
 def judge(graph: Graph, job_id: str | None, newer_job: bool, ask: Callable[[str], JobInfo], now: float) -> State:
-    """State from the journal, and from Slurm about `job_id`. `newer_job`: that job has not written to the journal yet."""
+    """State from the journal, and from Slurm about `job_id`. `newer_job`: it has not written to the journal yet."""
     written = _from_journal(graph)
     if written.final and not newer_job:
         return written
@@ -111,7 +116,9 @@ def ask_slurm(job_id: str) -> JobInfo:
 
 def _run_briefly(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
     try:
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=SLURM_TIMEOUT_S)
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=SLURM_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} did not answer within {SLURM_TIMEOUT_S:g} s") from None
     if done.returncode != 0 and b"nvalid job id" not in done.stderr:

@@ -57,7 +57,7 @@ class Timeline:
         return {role: round(total[role], 3) for role in ROLES}
 
     def window(self, first: int, last: int) -> tuple[float, float]:
-        """From the start of iteration `first` to the end of iteration `last`. Raises DynarlError if there is none of them."""
+        """From the start of iteration `first` to the end of iteration `last`. Raises DynarlError if there is none."""
         chosen = [i for i in self.iterations if first <= i["iteration"] <= last and i["start_s"] is not None]
         if not chosen:
             raise DynarlError(f"{self.run} has no iteration from {first} to {last}; it has {len(self.iterations)}")
@@ -107,14 +107,19 @@ def timeline(graph: Graph, now: float | None = None, since_t: float = 0.0) -> Ti
         homes=dict(graph.homes),
         spans={node: _spans(_from(graph.spans.get(node, []), since_t), start, end_t) for node in _order(graph)},
         remaps=[
-            Remap(since(e.ended_t), e.number, e.state == "committed", [m._asdict() for m in e.moves], e.pause_ms, e.reason)
+            Remap(
+                since(e.ended_t), e.number, e.state == "committed", [m._asdict() for m in e.moves], e.pause_ms, e.reason
+            )
             for e in (*graph.committed, *graph.cancelled)
         ],
         stages=[{"stage": name, "start_s": since(low), "end_s": since(high)} for name, low, high in _stages(graph)],
         iterations=[
-            {"iteration": i.number, "start_s": since(i.started_t), "end_s": since(i.ended_t)} for i in graph.iterations.values()
+            {"iteration": i.number, "start_s": since(i.started_t), "end_s": since(i.ended_t)}
+            for i in graph.iterations.values()
         ],
-        evaluations=[{**{k: e[k] for k in ("when", "iteration", "accuracy")}, "t_s": since(e["t"])} for e in graph.evaluations],
+        evaluations=[
+            {**{k: e[k] for k in ("when", "iteration", "accuracy")}, "t_s": since(e["t"])} for e in graph.evaluations
+        ],
         checkpoints=[{"iteration": c["iteration"], "t_s": since(c["t"])} for c in graph.checkpoints],
     )
 

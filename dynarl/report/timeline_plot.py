@@ -45,7 +45,13 @@ def draw(timeline: Timeline, path: Path, form: str, window_s: tuple[float, float
     for stage in timeline.stages:
         if stage["stage"] == "start":
             # Nodes have their role, but nothing to do yet.
-            axes.axvspan(stage["start_s"], stage["end_s"], ymax=1 - HEAD_IN / (HEAD_IN + row_in * len(rows)), facecolor="white", alpha=0.65)
+            axes.axvspan(
+                stage["start_s"],
+                stage["end_s"],
+                ymax=1 - HEAD_IN / (HEAD_IN + row_in * len(rows)),
+                facecolor="white",
+                alpha=0.65,
+            )
     _iteration_lines(axes, timeline, len(rows))
     _labels(axes, timeline, window_s, above(ITERATIONS_IN))
     _remaps(axes, timeline, above(REMAPS_IN))
@@ -65,9 +71,13 @@ def draw(timeline: Timeline, path: Path, form: str, window_s: tuple[float, float
 def _title(timeline: Timeline) -> str:
     committed = sum(remap.committed for remap in timeline.remaps)
     accuracy = {each["when"]: each["accuracy"] for each in timeline.evaluations}
-    learnt = f", accuracy {accuracy['start']:.0%} to {accuracy['end']:.0%}" if accuracy.keys() >= {"start", "end"} else ""
-    return (f"{timeline.run}: {len(timeline.spans)} nodes, {len(timeline.iterations)} iterations, {committed} remaps, "
-            f"{duration(timeline.end_s)}{learnt}")
+    learnt = (
+        f", accuracy {accuracy['start']:.0%} to {accuracy['end']:.0%}" if accuracy.keys() >= {"start", "end"} else ""
+    )
+    return (
+        f"{timeline.run}: {len(timeline.spans)} nodes, {len(timeline.iterations)} iterations, {committed} remaps, "
+        f"{duration(timeline.end_s)}{learnt}"
+    )
 
 
 def _iteration_lines(axes, timeline: Timeline, num_rows: int) -> None:
@@ -105,8 +115,13 @@ def _remaps(axes, timeline: Timeline, y: float) -> None:
 def _legend(figure: Figure, timeline: Timeline) -> None:
     seconds = timeline.node_seconds()
     total = sum(seconds.values()) or 1.0
-    entries = [Patch(facecolor=ROLE_COLOURS[role], label=f"{role} ({seconds[role] / total:.0%} of node time)") for role in ROLES]
+    entries = [
+        Patch(facecolor=ROLE_COLOURS[role], label=f"{role} ({seconds[role] / total:.0%} of node time)")
+        for role in ROLES
+    ]
     entries.append(Line2D([], [], linestyle="", marker="|", color="black", markersize=7, label="remap"))
     if not all(remap.committed for remap in timeline.remaps):
-        entries.append(Line2D([], [], linestyle="", marker="x", color=CANCELLED_COLOUR, markersize=6, label="remap cancelled"))
+        entries.append(
+            Line2D([], [], linestyle="", marker="x", color=CANCELLED_COLOUR, markersize=6, label="remap cancelled")
+        )
     figure.legend(handles=entries, loc="outside lower left", ncols=len(entries), frameon=False, fontsize=9)

@@ -14,10 +14,16 @@ from dynarl.report.units import duration
 MAX_ROWS = 64
 
 
-def render(timeline: Timeline, width: int, colour: bool, fancy: bool, window_s: tuple[float, float] | None = None,
-           max_rows: int = MAX_ROWS) -> list[Text]:
-    """Lines of at most `width` columns for the time in `window_s`, default all. Each column shows the role that had most
-    of its time. `fancy`: symbols beyond ASCII may be used."""
+def render(
+    timeline: Timeline,
+    width: int,
+    colour: bool,
+    fancy: bool,
+    window_s: tuple[float, float] | None = None,
+    max_rows: int = MAX_ROWS,
+) -> list[Text]:
+    """Lines of at most `width` columns for the time in `window_s`, default all. Each column shows the role that had
+    most of its time. `fancy`: symbols beyond ASCII may be used."""
     low, high = window_s or (0.0, timeline.end_s)
     rows = list(timeline.spans)[:max_rows]
     label = max([len(node) for node in rows] + [5])
@@ -28,7 +34,9 @@ def render(timeline: Timeline, width: int, colour: bool, fancy: bool, window_s: 
     for node in rows:
         line = Text(f"{node:<{label}} ")
         for role in _cells(timeline.spans[node], edges):
-            line.append(" " if role is None else block or ROLE_LETTERS[role], style=role_style(role) if colour and role else "")
+            line.append(
+                " " if role is None else block or ROLE_LETTERS[role], style=role_style(role) if colour and role else ""
+            )
         lines.append(line)
     if len(timeline.spans) > len(rows):
         lines.append(Text(f"{'':<{label}} ... and {len(timeline.spans) - len(rows)} more nodes"))
@@ -57,7 +65,7 @@ def legend(timeline: Timeline, colour: bool, fancy: bool) -> Text:
 
 
 def _cells(spans: list[Span], edges: list[float]) -> list[str | None]:
-    """For each interval between two edges the role that covers most of it, None where the node has none for most of it."""
+    """For each interval between two edges the role that covers most of it, None where most of it has no role."""
     cells: list[str | None] = []
     ends = [span.end_s for span in spans]
     for low, high in zip(edges, edges[1:]):

@@ -49,7 +49,9 @@ def draw(view: RunView, state: State, now: float, screen: Screen) -> Text:
     if moves := _moves(view, screen):
         lines += [*moves, Text()]
     lines += _trouble(view, state)
-    lines.append(Text(f"results: {view.run}" if state.final else "Ctrl-C leaves this view; the job goes on.", style="dim"))
+    lines.append(
+        Text(f"results: {view.run}" if state.final else "Ctrl-C leaves this view; the job goes on.", style="dim")
+    )
     for line in lines[:-1]:
         line.truncate(screen.width, overflow="ellipsis" if screen.fancy else "crop")
     return Text("\n").join(lines[: screen.height - 1])
@@ -84,8 +86,17 @@ def _progress(view: RunView, screen: Screen) -> list[Text]:
     total = graph.num_iterations
     if total:
         each = s_per_iteration(graph)
-        left = f", {duration(each)} each, about {duration(each * (total - graph.num_finished))} left" if each and graph.num_finished < total else ""
-        lines.append(_labelled("iterations", bar(graph.num_finished, total, width, screen.fancy) + f" {graph.num_finished} of {total}{left}"))
+        left = (
+            f", {duration(each)} each, about {duration(each * (total - graph.num_finished))} left"
+            if each and graph.num_finished < total
+            else ""
+        )
+        lines.append(
+            _labelled(
+                "iterations",
+                bar(graph.num_finished, total, width, screen.fancy) + f" {graph.num_finished} of {total}{left}",
+            )
+        )
     return lines
 
 
@@ -137,7 +148,9 @@ def _curves(view: RunView, screen: Screen) -> list[Text]:
         if values:
             curve = sparkline(values, width, screen.fancy)
             lines.append(_labelled(name, f"{curve}  {form.format(values[0])} {arrow} {form.format(values[-1])}"))
-    accuracies = [f"{each['accuracy']:.1%} ({each['when']})" for each in view.graph.evaluations if each["accuracy"] is not None]
+    accuracies = [
+        f"{each['accuracy']:.1%} ({each['when']})" for each in view.graph.evaluations if each["accuracy"] is not None
+    ]
     if accuracies:
         lines.append(_labelled("accuracy", f" {arrow} ".join(accuracies[:1] + accuracies[1:][-2:])))
     return lines
@@ -171,5 +184,8 @@ def _move(epoch: Epoch, started_t: float, screen: Screen) -> Text:
 
 def _trouble(view: RunView, state: State) -> list[Text]:
     lines = [Text(f"{state.name}: {state.reason}", style="yellow")] if state.reason else []
-    lines += [Text(f"died: {d['role']} worker {d['device']} on {d['node']}: {d['status']}", style="red") for d in view.graph.deaths[-2:]]
+    lines += [
+        Text(f"died: {d['role']} worker {d['device']} on {d['node']}: {d['status']}", style="red")
+        for d in view.graph.deaths[-2:]
+    ]
     return lines + [Text(f"problem: {text}", style="red") for text in problems(view)[:2]]

@@ -19,7 +19,16 @@ from dynarl.hypergraph.journal import encode
 class SyntheticRun:
     """Writes records at a pretended time. `speed`: pretended seconds per real second, None for no waiting."""
 
-    def __init__(self, root: Path, name: str = "demo", nodes: int = 4, iterations: int = 10, seed: int = 1, start_t=1_795_000_000.0, speed=None):
+    def __init__(
+        self,
+        root: Path,
+        name: str = "demo",
+        nodes: int = 4,
+        iterations: int = 10,
+        seed: int = 1,
+        start_t=1_795_000_000.0,
+        speed=None,
+    ):
         self.run = rundir.create(root, name)
         rundir.set_latest(self.run)
         self.nodes = [f"n{i + 1}" for i in range(nodes)]
@@ -65,7 +74,14 @@ class SyntheticRun:
         self.attempt, self.term, self.epoch = rundir.new_attempt(self.run), self.term + 1, 0
         rundir.add_job(self.run, job_id) if self.attempt == 1 else None
         self.record("journal_opened", host="n1", pid=1)
-        self.record("run_started", run=self.run.name, config=self.config, job_id=str(job_id), nodes=self.nodes, attempt=self.attempt)
+        self.record(
+            "run_started",
+            run=self.run.name,
+            config=self.config,
+            job_id=str(job_id),
+            nodes=self.nodes,
+            attempt=self.attempt,
+        )
         self.roles = {}
         for rank, (node, home) in enumerate(self.homes.items()):
             self.wait(0.1)
@@ -83,15 +99,19 @@ class SyntheticRun:
         moves = [{"node": n, "source": self.roles[n], "target": target} for n in nodes]
         self.epoch += 1
         self.record("epoch_proposed", epoch=self.epoch, moves=moves, reason="requests at or under the threshold")
-        phases = {name: round(self.random.uniform(5, 40), 1) for name in
-                  ("prepare_ms", "vote_ms", "drain_ms", "transfer_ms", "verify_ms", "commit_ms")}
+        phases = {
+            name: round(self.random.uniform(5, 40), 1)
+            for name in ("prepare_ms", "vote_ms", "drain_ms", "transfer_ms", "verify_ms", "commit_ms")
+        }
         pause_ms = sum(phases.values()) - phases["prepare_ms"]
         self.wait(sum(phases.values()) / 1000)
         if not commit:
             self.record("epoch_cancelled", epoch=self.epoch, reason="n3 voted no: not enough memory")
             return
         self.roles |= {node: target for node in nodes}
-        self.record("epoch_committed", epoch=self.epoch, roles=self.roles, moves=moves, phases=phases, pause_ms=pause_ms)
+        self.record(
+            "epoch_committed", epoch=self.epoch, roles=self.roles, moves=moves, phases=phases, pause_ms=pause_ms
+        )
 
     def iteration(self, number: int, moves: bool = True, drop: int = 0, twice: int = 0) -> None:
         samples = [f"{number}:{prompt}:{member}" for prompt in range(8) for member in range(4)]
@@ -102,7 +122,7 @@ class SyntheticRun:
         step = max(1, (len(movable) - 1) // 2)
         released = []
         while moves and len(released) < len(movable) - 1:
-            batch = movable[len(released):len(movable) - 1][:step]
+            batch = movable[len(released) : len(movable) - 1][:step]
             if number % 4 == 0 and not released:
                 self.move("training", batch, commit=False)
             self.move("training", batch)
@@ -111,12 +131,19 @@ class SyntheticRun:
         self.wait(length * 0.3)
         trained = samples[drop:] + samples[:twice]
         loss = 0.5 * math.exp(-number / 8)
-        self.record("step_committed", iteration=number, step=number, samples=trained, loss=loss, grad_norm=0.8, tokens=4000)
+        self.record(
+            "step_committed", iteration=number, step=number, samples=trained, loss=loss, grad_norm=0.8, tokens=4000
+        )
         progress = 1 - math.exp(-number / 5)
         self.metrics(
-            number, critic__rewards__mean=0.3 + 0.6 * progress + self.random.uniform(-0.03, 0.03),
-            response_length__mean=80 - 30 * progress + self.random.uniform(-3, 3), actor__grad_norm=0.8, actor__loss=loss,
-            perf__throughput=420 + self.random.uniform(-30, 30), timing_s__step=length, timing_s__gen=length * 0.7,
+            number,
+            critic__rewards__mean=0.3 + 0.6 * progress + self.random.uniform(-0.03, 0.03),
+            response_length__mean=80 - 30 * progress + self.random.uniform(-3, 3),
+            actor__grad_norm=0.8,
+            actor__loss=loss,
+            perf__throughput=420 + self.random.uniform(-30, 30),
+            timing_s__step=length,
+            timing_s__gen=length * 0.7,
         )
         if released:
             self.move("rollout", released)

@@ -22,7 +22,9 @@ def graph_of(synthetic) -> Graph:
 
 def records(*events):
     """Records from (type, fields) pairs, one second apart."""
-    return [{"seq": n, "t": float(n), "type": type, "owner": "1.a", **fields} for n, (type, fields) in enumerate(events, 1)]
+    return [
+        {"seq": n, "t": float(n), "type": type, "owner": "1.a", **fields} for n, (type, fields) in enumerate(events, 1)
+    ]
 
 
 def job(nodes=("a", "b"), homes=("rollout", "training"), **config):
@@ -82,9 +84,17 @@ def test_the_edges_say_what_runs_where_with_which_layout():
     assert training.vertices[1:] == ("device/a:0", "device/a:1", "device/b:0", "device/b:1")
     assert training.attributes == {"tp": 2, "dp": 2, "owners": ["b"], "borrowed": ["a"]}
     assert edges["placement", "component/rollout"].attributes == {"instances": 0}
-    assert edges["residency", "state/optimizer"] == ("residency", ("state/optimizer", "device/b:0", "device/b:1"), {"version": 4})
+    assert edges["residency", "state/optimizer"] == (
+        "residency",
+        ("state/optimizer", "device/b:0", "device/b:1"),
+        {"version": 4},
+    )
     assert len(edges["residency", "state/weights"].vertices) == 5
-    assert edges["dataflow", "channel/scored"].vertices == ("channel/scored", "component/inference", "component/training")
+    assert edges["dataflow", "channel/scored"].vertices == (
+        "channel/scored",
+        "component/inference",
+        "component/training",
+    )
     assert {v for e in edges.values() for v in e.vertices} == set(graph.vertices())
 
 
@@ -98,7 +108,8 @@ def test_the_edges_say_what_runs_where_with_which_layout():
         ("committed without having been proposed", change(1, {"a": "training"}, a=("rollout", "training"))[1:]),
         (
             "epoch 3 committed after epoch 5",
-            change(5, {"a": "inference"}, a=("rollout", "inference")) + change(3, {"a": "rollout"}, a=("inference", "rollout")),
+            change(5, {"a": "inference"}, a=("rollout", "inference"))
+            + change(3, {"a": "rollout"}, a=("inference", "rollout")),
         ),
         ("a step of iteration 4, which was not started", [("step_committed", {"iteration": 4, "samples": []})]),
         ("has no field 'epoch'", [("epoch_cancelled", {"reason": "x"})]),
@@ -121,12 +132,16 @@ def test_a_broken_rule_is_named(fault, events):
 def test_a_node_that_moves_to_two_roles_at_once_is_named():
     (propose, commit) = change(1, {"a": "training"}, a=("rollout", "training"))
     commit[1]["moves"].append({"node": "a", "source": "rollout", "target": "inference"})
-    assert any("moved to training and inference at once" in text for text in check(fold(records(*job(), propose, commit))))
+    assert any(
+        "moved to training and inference at once" in text for text in check(fold(records(*job(), propose, commit)))
+    )
 
 
 def test_the_last_rollout_node_may_leave_only_without_live_requests():
     moved = change(1, {"a": "training", "b": "training"}, a=("rollout", "training"))
-    assert check(fold(records(*job(), *moved)), live_requests=3) == ["3 requests are live, but no node has the role rollout"]
+    assert check(fold(records(*job(), *moved)), live_requests=3) == [
+        "3 requests are live, but no node has the role rollout"
+    ]
     assert check(fold(records(*job(), *moved)), live_requests=0) == []
     moved[1][1]["live_requests"] = 2
     assert "took the last rollout node while 2 requests were live" in check(fold(records(*job(), *moved)))[0]
@@ -155,7 +170,13 @@ def test_an_epoch_without_moves_announces_the_map():
 
 
 def test_unknown_events_and_fields_are_ignored():
-    graph = fold(records(*job(), ("tool_called", {"node": "a"}), ("agent_up", {"node": "a", "rank": 0, "home": "rollout", "mood": "good"})))
+    graph = fold(
+        records(
+            *job(),
+            ("tool_called", {"node": "a"}),
+            ("agent_up", {"node": "a", "rank": 0, "home": "rollout", "mood": "good"}),
+        )
+    )
     assert graph.unknown_events == {"tool_called": 1}
     assert check(graph) == []
 
@@ -163,7 +184,9 @@ def test_unknown_events_and_fields_are_ignored():
 # Samples
 
 
-@pytest.mark.parametrize("drop, twice, expected", [(0, 0, (32, 0, 0)), (2, 0, (30, 2, 0)), (0, 3, (32, 0, 3)), (1, 1, (32, 0, 0))])
+@pytest.mark.parametrize(
+    "drop, twice, expected", [(0, 0, (32, 0, 0)), (2, 0, (30, 2, 0)), (0, 3, (32, 0, 3)), (1, 1, (32, 0, 0))]
+)
 def test_lost_and_doubled_samples_are_counted(synthetic, drop, twice, expected):
     synthetic.start()
     synthetic.iteration(1, drop=drop, twice=twice)
@@ -209,7 +232,9 @@ ids = st.builds("{}:{}:0".format, st.integers(0, 3), st.integers(0, 3))
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["start", "step"]), st.integers(0, 3), st.lists(ids, max_size=5)), max_size=8))
+@given(
+    st.lists(st.tuples(st.sampled_from(["start", "step"]), st.integers(0, 3), st.lists(ids, max_size=5)), max_size=8)
+)
 def test_the_count_is_that_of_the_definition(events):
     count = SampleCount()
     for kind, iteration, samples in events:

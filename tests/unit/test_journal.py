@@ -27,7 +27,11 @@ def test_what_was_appended_is_read_back_in_order(tmp_path):
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.text() | st.floats(allow_nan=False, allow_infinity=False),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )

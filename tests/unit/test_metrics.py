@@ -89,7 +89,8 @@ def test_tensorboard_sees_the_same_values_and_forgets_what_was_taken_again(run):
 def test_writing_metrics_loads_no_tensor_library(run):
     pytest.importorskip("tensorboard")
     code = (
-        "import sys, pathlib; from dynarl.report.metrics import MetricsWriter; w = MetricsWriter(pathlib.Path(sys.argv[1]));"
+        "import sys, pathlib; from dynarl.report.metrics import MetricsWriter;"
+        "w = MetricsWriter(pathlib.Path(sys.argv[1]));"
         "w.log(1, {'a': 1}); w.close(); print(*[m for m in ('torch', 'tensorflow', 'jax') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)

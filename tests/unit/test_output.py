@@ -43,7 +43,11 @@ def test_an_error_is_one_line_on_stderr_and_its_exit_code():
 def test_an_error_in_json_mode_is_an_object_on_stdout_and_its_exit_code():
     result = invoke("--fail", "-o", "json")
     assert result.exit_code == 5
-    assert json.loads(result.stdout)["error"] == {"kind": "NotFoundError", "message": "no run 'x'; near: y", "exit_code": 5}
+    assert json.loads(result.stdout)["error"] == {
+        "kind": "NotFoundError",
+        "message": "no run 'x'; near: y",
+        "exit_code": 5,
+    }
 
 
 def test_a_pipe_gets_no_colour_codes():

@@ -44,7 +44,13 @@ def invoke(*args):
 def test_the_names_that_scripts_rely_on_are_there(synthetic):
     synthetic.whole()
     found = json.loads(invoke("last", "-o", "json").stdout)
-    assert {"schema": 1, "run": synthetic.run.name, "state": "completed", "iterations": 10, "nodes": 4}.items() <= found.items()
+    assert {
+        "schema": 1,
+        "run": synthetic.run.name,
+        "state": "completed",
+        "iterations": 10,
+        "nodes": 4,
+    }.items() <= found.items()
     assert (found["eval"]["start"], found["eval"]["end"]) == (0.31, 0.74)
     assert found["samples"] == {"trained": 320, "lost": 0, "doubled": 0}
     moves = found["moves"]
@@ -100,7 +106,12 @@ def test_while_the_journal_is_fresh_or_has_ended_slurm_is_not_asked(synthetic):
 
 @pytest.mark.parametrize(
     "slurm, state",
-    [(answer(PRESENT, "PENDING"), "requeued"), (answer(PRESENT, "RUNNING"), "running"), (answer(ABSENT), "lost"), (answer(UNKNOWN), "requeued")],
+    [
+        (answer(PRESENT, "PENDING"), "requeued"),
+        (answer(PRESENT, "RUNNING"), "running"),
+        (answer(ABSENT), "lost"),
+        (answer(UNKNOWN), "requeued"),
+    ],
 )
 def test_a_requeued_run_is_where_slurm_has_it(synthetic, slurm, state):
     synthetic.start()
@@ -110,7 +121,12 @@ def test_a_requeued_run_is_where_slurm_has_it(synthetic, slurm, state):
 
 @pytest.mark.parametrize(
     "slurm, state",
-    [(answer(PRESENT, "PENDING"), "requeued"), (answer(PRESENT, "RUNNING"), "running"), (answer(ABSENT), "failed"), (answer(UNKNOWN), "failed")],
+    [
+        (answer(PRESENT, "PENDING"), "requeued"),
+        (answer(PRESENT, "RUNNING"), "running"),
+        (answer(ABSENT), "failed"),
+        (answer(UNKNOWN), "failed"),
+    ],
 )
 def test_a_job_that_resumes_an_ended_run_counts_before_it_has_written(synthetic, slurm, state):
     synthetic.start()

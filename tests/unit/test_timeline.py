@@ -117,7 +117,12 @@ def test_a_part_of_the_run_can_be_shown(synthetic):
 def test_stages_lie_between_the_events_that_bound_them(synthetic):
     synthetic.whole()
     stages = [(s["stage"], round(s["end_s"] - s["start_s"], 2)) for s in folded(synthetic).stages]
-    assert stages == [("start", 0.4), ("warm start", 4.0), ("evaluation", 1.5), ("evaluation", pytest.approx(1.6, abs=0.1))]
+    assert stages == [
+        ("start", 0.4),
+        ("warm start", 4.0),
+        ("evaluation", 1.5),
+        ("evaluation", pytest.approx(1.6, abs=0.1)),
+    ]
 
 
 def test_a_run_that_has_not_started_has_no_timeline(synthetic):

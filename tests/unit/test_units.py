@@ -4,7 +4,8 @@ from dynarl.report.units import duration, iso_time
 
 
 @pytest.mark.parametrize(
-    "seconds, text", [(None, "-"), (0.04, "0.0s"), (9.96, "10s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m"), (93700, "1d02h")]
+    "seconds, text",
+    [(None, "-"), (0.04, "0.0s"), (9.96, "10s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m"), (93700, "1d02h")],
 )
 def test_durations_are_short(seconds, text):
     assert duration(seconds) == text

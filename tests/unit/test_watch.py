@@ -54,7 +54,9 @@ def test_the_exit_code_tells_how_it_ended(synthetic, state, code):
 
 def test_it_waits_for_the_run_to_start_and_stays_over_a_requeue(synthetic, monkeypatch):
     rundir.add_job(synthetic.run, 4711)
-    monkeypatch.setattr(run_module, "ask_slurm", lambda job: JobInfo(job, Presence.PRESENT, "PENDING", detail="Resources"))
+    monkeypatch.setattr(
+        run_module, "ask_slurm", lambda job: JobInfo(job, Presence.PRESENT, "PENDING", detail="Resources")
+    )
     synthetic.speed = 1000  # real time stamps
 
     def write():
@@ -87,7 +89,9 @@ def test_a_run_that_got_lost_ends_the_watch(synthetic, monkeypatch):
 
 def test_slurm_is_asked_once_in_a_while_only(synthetic, monkeypatch):
     asked = []
-    monkeypatch.setattr(run_module, "ask_slurm", lambda job: asked.append(job) or JobInfo(job, Presence.PRESENT, "RUNNING"))
+    monkeypatch.setattr(
+        run_module, "ask_slurm", lambda job: asked.append(job) or JobInfo(job, Presence.PRESENT, "RUNNING")
+    )
     ask = watch._politely()
     assert [ask("7").state for _ in range(5)] == ["RUNNING"] * 5
     assert asked == ["7"]
@@ -100,7 +104,9 @@ def test_the_view_fits_the_terminal(tmp_path, width, height, nodes):
     synthetic.start()
     synthetic.iteration(1)
     synthetic.record("worker_died", node="n1", role="rollout", device=0, attempt=1, status="killed by SIGKILL", tail=[])
-    text = draw(view_of(synthetic), State("running"), synthetic.t, Screen(width, height, colour=False, fancy=False)).plain
+    text = draw(
+        view_of(synthetic), State("running"), synthetic.t, Screen(width, height, colour=False, fancy=False)
+    ).plain
     assert text.isascii()
     assert len(text.splitlines()) < height
     assert all(len(line) <= width for line in text.splitlines()[:-1])
@@ -114,14 +120,23 @@ def test_the_view_shows_what_matters(synthetic):
     synthetic.record("worker_died", node="n1", role="rollout", device=0, attempt=1, status="killed by SIGKILL", tail=[])
     text = draw(view_of(synthetic), State("running"), synthetic.t, Screen(120, 50, colour=False, fancy=True)).plain
     for part in (
-        "running, after iteration 3", "job 4711", "3 of 10", "R rollout 2 n[1-2]", "31.0% (start)", "6 committed, 0 cancelled",
-        "n1 training → rollout", "died: rollout worker 0 on n1: killed by SIGKILL", "Ctrl-C",
+        "running, after iteration 3",
+        "job 4711",
+        "3 of 10",
+        "R rollout 2 n[1-2]",
+        "31.0% (start)",
+        "6 committed, 0 cancelled",
+        "n1 training → rollout",
+        "died: rollout worker 0 on n1: killed by SIGKILL",
+        "Ctrl-C",
     ):
         assert part in text
 
 
 def test_a_run_without_a_record_can_be_drawn(synthetic):
-    text = draw(view_of(synthetic), State("pending", "Slurm: PENDING (Priority)"), 0.0, Screen(80, 24, True, True)).plain
+    text = draw(
+        view_of(synthetic), State("pending", "Slurm: PENDING (Priority)"), 0.0, Screen(80, 24, True, True)
+    ).plain
     assert "pending" in text and "Priority" in text
 
 
