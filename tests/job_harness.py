@@ -11,7 +11,7 @@ from dynarl import rundir
 from dynarl.config import load
 from dynarl.hypergraph import journal
 from dynarl.slurm import jobscript
-from dynarl.slurm.mini.handle import MiniSlurm
+from dynarl.slurm.mini.handle import FINAL, MiniSlurm
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = ROOT / "configs" / "jobs" / "smoke.yaml"
@@ -44,13 +44,18 @@ class JobRun:
         while time.monotonic() < deadline:
             if value := reached():
                 return value
-            if not self.queued() and not reached():
+            if self.ended() and not reached():
                 raise AssertionError(f"the job ended before {what}\n{self.story()}")
             time.sleep(0.1)
         raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.story()}")
 
-    def queued(self) -> bool:
-        return bool(self.cluster.run(["squeue", "-h", "-j", self.job_id], check=False).stdout.strip())
+    def ended(self) -> bool:
+        """Slurm says, twice, that the job has ended (a job that is being requeued shows an end for a moment)."""
+        for _ in range(2):
+            if self.cluster.job(self.job_id).get("JobState") not in FINAL:
+                return False
+            time.sleep(0.5)
+        return True
 
     def wait(self, timeout_s: float = 150) -> dict[str, Any]:
         """The last `run_ended` record, once Slurm has forgotten or ended the job."""

@@ -32,7 +32,7 @@ from dynarl.wire import Trajectory
 
 log = logging.getLogger(__name__)
 
-# The controller says something at least every 5 s; a silent one is gone, or the network to it is.
+# The controller says something every 2 s; a silent one is gone, or the network to it is.
 CONTROLLER_SILENCE_S = 60.0
 FETCH_TIMEOUT_S = 60.0
 
@@ -124,6 +124,7 @@ class Agent:
 
     def event_heartbeat(self, peer: str) -> None:
         self._last_heard = time.monotonic()
+        self.controller.spawn(self.controller.emit("", "alive"))
 
     async def on_stop(self, peer: str) -> None:
         # After the answer is out.

@@ -23,11 +23,13 @@ from pathlib import Path
 _pending_usr1: list[int] = []
 signal.signal(signal.SIGUSR1, lambda number, frame: _pending_usr1.append(number))
 
+import msgspec  # noqa: E402
+
 from dynarl import keys, rundir  # noqa: E402
 from dynarl.agent.__main__ import own_address  # noqa: E402
 from dynarl.config import load, validate  # noqa: E402
 from dynarl.config.schema import Config  # noqa: E402
-from dynarl.controller.fleet import StepLost  # noqa: E402
+from dynarl.controller.fleet import Fleet, StepLost  # noqa: E402
 from dynarl.controller.job import Job, JobFailed, OwnerLost  # noqa: E402
 from dynarl.errors import ConfigError, DynarlError  # noqa: E402
 from dynarl.hypergraph.journal import Journal  # noqa: E402
@@ -60,8 +62,8 @@ class Controller:
         self._setup_logging()
         keys.create(rundir.keys(run))
         self.journal = Journal(rundir.journal(run))
-        self.writer = MetricsWriter(run)
         self.resume_from = rundir.newest_checkpoint(run) if resume else None
+        self.writer = MetricsWriter(run, rundir.checkpoint_iteration(self.resume_from) + 1 if self.resume_from else None)
         self.cancel_file = run / "control" / "cancel"
         self.cancel_file.parent.mkdir(exist_ok=True)
         self.cancel_file.unlink(missing_ok=True)
@@ -79,8 +81,9 @@ class Controller:
             self.time_limit.set()
         nodes = allocated_nodes()
         validate.check_allocation(self.config, len(nodes))
-        self.journal.append("run_started", run=self.run_dir.name, config=str(rundir.config(self.run_dir)), nodes=nodes,
+        self.journal.append("run_started", run=self.run_dir.name, config=msgspec.to_builtins(self.config), nodes=nodes,
                             job_id=os.environ.get("SLURM_JOB_ID"), attempt=self.attempt, iterations=self.config.run.iterations)
+        self.fleet = Fleet(self.config, self.run_dir, self.attempt, own_address(self.config.cluster.interface, socket.gethostname()))
         state, reason, code = "failed", "", 1
         try:
             for restep in range(MAX_RESTEPS + 1):
@@ -91,7 +94,7 @@ class Controller:
                 if restep == MAX_RESTEPS:
                     raise JobFailed(f"{lost}; that was restart {restep} of at most {MAX_RESTEPS}")
                 log.warning("starting the step again: %s", lost)
-                nodes = surviving_nodes(nodes)
+                nodes = surviving_nodes([n for n in nodes if n not in lost.nodes])
                 self.resume_from = rundir.newest_checkpoint(self.run_dir)
                 if self.resume_from is None:
                     self.journal.append("resumed", iteration=0, checkpoint=None, durable=True)
@@ -105,6 +108,7 @@ class Controller:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.exception("the controller failed")
+        await self.fleet.close()
         self.journal.append("run_ended", state=state, reason=reason, exit_code=code, durable=True)
         self.writer.close()
         self.journal.close()
@@ -114,11 +118,10 @@ class Controller:
             time.sleep(60)
         return code
 
-    async def _one_step(self, home: dict[str, str], restep: int) -> Exception | None:
-        """Run the job in one step. None: completed. An exception: the step is of no use any more, start another one."""
+    async def _one_step(self, home: dict[str, str], restep: int) -> StepLost | None:
+        """Run the job in one step. None: completed. Else why another step has to be started."""
         first_epoch = 1000 * (self.attempt - 1) + 100 * restep
-        job = self.job_class(self.config, self.run_dir, self.attempt, home, own_address(self.config.cluster.interface, socket.gethostname()),
-                  self.journal, self.writer, self.resume_from, first_epoch)
+        job = self.job_class(self.config, self.run_dir, self.attempt, home, self.fleet, self.journal, self.writer, self.resume_from, first_epoch)
         try:
             await self._race(job.set_up(), job, starting=True)
             while True:
@@ -141,7 +144,7 @@ class Controller:
         body = asyncio.create_task(work)
         watchers = [asyncio.create_task(w) for w in (job.fault(), self._cancel_asked(), self._limit_near())]
         if not starting:
-            watchers += [asyncio.create_task(job.step_end()), asyncio.create_task(job.silence())]
+            watchers += [asyncio.create_task(job.fleet.lost()), asyncio.create_task(job.silence())]
         try:
             await asyncio.wait([body, *watchers], return_when=asyncio.FIRST_COMPLETED)
             winner = next((w for w in watchers if w.done()), body)

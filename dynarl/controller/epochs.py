@@ -58,15 +58,17 @@ class Epochs:
         self._turn = asyncio.Lock()
 
     async def change(self, moves: dict[str, str], weights: Weights, reason: str,
-                     on_quiesced: Callable[[Outcome], None] = lambda outcome: None) -> Outcome:
-        """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up."""
+                     on_quiesced: Callable[[Outcome], None] = lambda outcome: None, live: Callable[[], int] = lambda: 0) -> Outcome:
+        """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up; `live` counts the
+        requests that are not finished."""
         async with self._turn:
             moves = {node: role for node, role in moves.items() if self.roles[node] != role}
             if not moves:
                 return Outcome(self.epoch, True)
-            return await self._change(moves, weights, reason, on_quiesced)
+            return await self._change(moves, weights, reason, on_quiesced, live)
 
-    async def _change(self, moves: dict[str, str], weights: Weights, reason: str, on_quiesced: Callable[[Outcome], None]) -> Outcome:
+    async def _change(self, moves: dict[str, str], weights: Weights, reason: str, on_quiesced: Callable[[Outcome], None],
+                      live: Callable[[], int]) -> Outcome:
         self.epoch += 1
         outcome = Outcome(self.epoch, False)
         members = sorted({*moves, *(node for node, role in self._home.items() if role == "training")})
@@ -101,7 +103,7 @@ class Epochs:
         clock.lap("commit_ms")
         outcome.committed, outcome.pause_ms = True, 1e3 * (time.monotonic() - stopped)
         self._journal.append("epoch_committed", epoch=self.epoch, roles=self.roles, moves=listed, phases=outcome.phases,
-                             pause_ms=outcome.pause_ms, given_up=sum(len(g) for g in outcome.given_up.values()))
+                             pause_ms=outcome.pause_ms, live_requests=live(), given_up=sum(len(g) for g in outcome.given_up.values()))
         return outcome
 
     async def _ask(self, nodes: list[str], method: str, **args: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable
@@ -23,11 +24,18 @@ from dynarl.slurm.srun import Component, StepSpec, command_line
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 2.0
+# An agent may be silent inside an MPI phase (up to the vote's deadline); one that is silent for longer is on a lost node.
+# srun does not tell: with --no-kill it waits for the nodes that are left.
+AGENT_SILENCE_S = 20.0
 
 
 class StepLost(RuntimeError):
-    """The step with all agents ended although nobody asked for it."""
+    """The step is of no use any more: it ended, or agents on `nodes` fell silent."""
+
+    def __init__(self, message: str, nodes: frozenset[str] = frozenset()):
+        super().__init__(message)
+        self.nodes = nodes
 
 
 @dataclass(frozen=True)
@@ -67,21 +75,25 @@ def step_spec(config: Config, nodes: dict[str, str], address: str, run: Path, at
 
 
 class Fleet:
-    """All agents. `listener` gets the agents' events as methods `event_<name>(node, **data)`."""
+    """All agents, through the steps of one start of the controller (one socket for all of them).
 
-    def __init__(self, config: Config, run: Path, attempt: int, host: str, listener: Any):
+    `listener` gets the agents' events as methods `event_<name>(node, **data)`.
+    """
+
+    def __init__(self, config: Config, run: Path, attempt: int, host: str):
         self._config, self._run, self._attempt = config, run, attempt
         self._context = zmq.asyncio.Context()
-        socket = self._context.socket(zmq.ROUTER)
+        socket = self._socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         own = keys.load(rundir.keys(run), "controller")
         self._authenticator = keys.admit(self._context, keys.load(rundir.keys(run), "agent"))
         keys.as_server(socket, own)
         self.address = f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
-        self._listener = listener
+        self.listener: Any = None
         self.link = Link(socket, self, routed=True)
         self._server = asyncio.create_task(self.link.serve())
         self.agents: dict[str, AgentInfo] = {}
+        self._heard: dict[str, float] = {}
         self._hello = asyncio.Event()
         self._srun: asyncio.subprocess.Process | None = None
         self.ended: asyncio.Task[int] | None = None
@@ -93,6 +105,7 @@ class Fleet:
     async def launch(self, nodes: dict[str, str], timeout_s: float = 120.0) -> list[str]:
         """Start the step on `nodes` and wait for all agents. Returns the command line. Raises SlurmError."""
         self.agents.clear()
+        self._heard.clear()
         self._hello.clear()
         self.stopping = False
         argv = command_line(step_spec(self._config, nodes, self.address, self._run, self._attempt))
@@ -146,16 +159,32 @@ class Fleet:
                 return
 
     async def close(self) -> None:
-        self._heartbeat.cancel()
-        self._server.cancel()
+        for task in (self._heartbeat, self._server):
+            task.cancel()
+        await asyncio.gather(self._heartbeat, self._server, return_exceptions=True)
         self._authenticator.stop()
-        self._context.destroy(linger=200)
+        self._socket.close(linger=200)
+        self._context.term()
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
             for node in list(self.agents):
                 await self.link.emit(node, "heartbeat")
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def lost(self) -> None:
+        """Raises StepLost when the step ends unasked or an agent falls silent."""
+        while True:
+            await asyncio.wait({self.ended}, timeout=HEARTBEAT_S)
+            if self.stopping:
+                await asyncio.sleep(HEARTBEAT_S)
+            elif self.ended.done():
+                raise StepLost(f"the step ended with status {self.ended.result()}")
+            else:
+                now = time.monotonic()
+                silent = frozenset(node for node, heard in self._heard.items() if now - heard > AGENT_SILENCE_S)
+                if silent:
+                    raise StepLost(f"no sign of life from {', '.join(sorted(silent))} for {AGENT_SILENCE_S:g} s", silent)
 
     # --- calls
 
@@ -177,12 +206,16 @@ class Fleet:
 
     # --- events
 
+    def event_alive(self, peer: str) -> None:
+        self._heard[peer] = time.monotonic()
+
     def event_hello(self, peer: str, **data: Any) -> None:
+        self._heard[peer] = time.monotonic()
         self.agents[peer] = AgentInfo(**data)
         self._hello.set()
-        self._listener.event_agent_up(self.agents[peer])
+        self.listener.event_agent_up(self.agents[peer])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("event_"):
-            return getattr(self._listener, name)
+            return getattr(self.listener, name)
         raise AttributeError(name)

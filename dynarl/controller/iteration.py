@@ -292,7 +292,7 @@ class Iteration:
             for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
                                   (self._weights, {n: r for n, r in moves.items() if r != "training"})):
                 if part:
-                    self.tally.switches.append(await self._epochs.change(part, weights, reason, self._take_back))
+                    self.tally.switches.append(await self._epochs.change(part, weights, reason, self._take_back, lambda: self.ledger.num_live))
         except BaseException as error:
             self._error = error
             raise

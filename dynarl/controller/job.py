@@ -22,7 +22,7 @@ from dynarl import rundir, wire
 from dynarl.config.schema import Config
 from dynarl.controller import metrics
 from dynarl.controller.epochs import Epochs, Weights
-from dynarl.controller.fleet import AgentInfo, Fleet, StepLost
+from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.training import Trainer
 from dynarl.dataflow.ledger import Group
@@ -58,18 +58,18 @@ class Progress:
 
 
 class Job:
-    """One attempt: one start of the controller. `home`: {node: home role}."""
+    """The job in one step. `home`: {node: home role}."""
 
-    def __init__(self, config: Config, run: Path, attempt: int, home: dict[str, str], host: str, journal: Journal,
+    def __init__(self, config: Config, run: Path, attempt: int, home: dict[str, str], fleet: Fleet, journal: Journal,
                  writer: MetricsWriter, resume_from: Path | None, first_epoch: int = 0):
         self.config, self.run_dir, self.attempt, self.home = config, run, attempt, home
         self.journal, self.writer = journal, writer
-        self.fleet = Fleet(config, run, attempt, host, self)
+        self.fleet, fleet.listener = fleet, self
         self.progress = Progress()
         self.weights = Weights(0, "")
         self.may: dict[str, frozenset[str]] = {}
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
-        self._host, self._resume_from, self._first_epoch = host, resume_from, first_epoch
+        self._resume_from, self._first_epoch = resume_from, first_epoch
         self._iteration: Iteration | None = None
         self._leases: dict[int, asyncio.Future] = {}  # warm-start leases
         self._faults: asyncio.Queue[BaseException] = asyncio.Queue()
@@ -469,14 +469,6 @@ class Job:
         """Raises the first fault that ends the body."""
         raise await self._faults.get()
 
-    async def step_end(self) -> None:
-        """Raises when the step ends and nobody had asked for it."""
-        while True:
-            code = await asyncio.shield(self.fleet.ended)
-            if not self.fleet.stopping:
-                raise StepLost(f"the step ended with status {code}")
-            await asyncio.sleep(0.5)
-
     async def silence(self) -> None:
         """Raises when nothing has moved for failure.no_progress_s."""
         limit = self.config.failure.no_progress_s
@@ -489,4 +481,3 @@ class Job:
         for task in self._reviving:
             task.cancel()
         await self.fleet.stop()
-        await self.fleet.close()
