@@ -24,7 +24,8 @@ install_venv() {
     install_torch "$(requirement torch)"
     step "Python packages ($(IFS=,; echo "${EXTRAS[*]}"))" install_requirements
     step "$(requirement megatron-core)" pip install --no-deps --ignore-requires-python "$(requirement megatron-core)"
-    step "dynarl itself, editable" pip install --no-deps --editable "$TOP"
+    # compat: a plain path in the environment; the default installs an import hook that every start of Python would load.
+    step "dynarl itself, editable" pip install --no-deps --config-settings editable_mode=compat --editable "$TOP"
     step "first import" check_imports
     printf '%s\n' "$wanted" >"$STAMP"
 }
