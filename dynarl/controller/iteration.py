@@ -42,6 +42,7 @@ class Tally:
     generated_at: float = 0.0
     scored_at: float = 0.0
     switches: list[Outcome] = field(default_factory=list)
+    node_seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, into: dict[str, float], stats: dict[str, float]) -> None:
         for name, value in stats.items():
@@ -76,6 +77,7 @@ class Iteration:
         self._advantages: dict[str, dict[str, tuple[float, float]]] = {}  # group -> sample -> (advantage, weight)
         self._stats: dict[str, dict[str, float]] = {}
         self.num_flat_groups = 0
+        self._counted_at, self._counted_roles = time.monotonic(), dict(epochs.roles)
 
     # --- running
 
@@ -284,6 +286,13 @@ class Iteration:
             needs_scoring=self._needs_scoring, to_score=count("generated"), scoring=count("scoring"),
             to_train=sum(g.name in wanted for g in self.ledger.in_state("scored")), training=count("training"))
 
+    def count_node_seconds(self) -> None:
+        """Add the time since the last call to the roles that the nodes have had since then."""
+        now = time.monotonic()
+        for role in self._counted_roles.values():
+            self.tally.node_seconds[role] = self.tally.node_seconds.get(role, 0.0) + now - self._counted_at
+        self._counted_at, self._counted_roles = now, dict(self._epochs.roles)
+
     async def _move(self, moves: dict[str, str]) -> None:
         try:
             reason = f"{self.ledger.num_live} requests live, " + ", ".join(
@@ -297,6 +306,7 @@ class Iteration:
             self._error = error
             raise
         finally:
+            self.count_node_seconds()
             self._leaving -= set(moves)
             self._last_change = time.monotonic()
             self._change = None

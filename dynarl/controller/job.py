@@ -300,7 +300,7 @@ class Job:
         await self.sync_weights()
         self._iteration = None
         await self.fleet.call_each(self.home, "forget", iteration=number)
-        self.writer.log(number, metrics.of_iteration(self.config, run, stepped, self.epochs.roles, began, ended))
+        self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
 
     def draw(self, number: int) -> list[str]:
         """Sample ids of an iteration: the next prompts of the training split, each `group_size` times."""
