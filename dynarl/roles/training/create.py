@@ -14,8 +14,6 @@ from dynarl.roles.training.weights import small_files, write_model
 from dynarl.vps.digest import digest_weights
 from dynarl.vps.hf_megatron import Arch, hf_shapes
 
-INIT_STD = 0.02
-
 
 def create_model(model_dir: str, model: dict[str, Any], tokenizer_dir: str, seed: int) -> dict[str, Any]:
     """Write config.json, weights and the tokenizer's files to `model_dir`. model: the section `model` of a job's config.
@@ -55,7 +53,7 @@ def hf_config(model: dict[str, Any], vocab: int, special: dict[str, int | None])
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "attention_dropout": 0.0,
-        "initializer_range": INIT_STD,
+        "initializer_range": hidden**-0.5,
         "use_sliding_window": False,
         "torch_dtype": model["dtype"],
         **special,
@@ -67,9 +65,12 @@ def _initial(name: str, shape: tuple[int, ...], arch: Arch, seed: int) -> torch.
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    # Outputs of residual branches are made smaller by their number, so that the sum keeps its size (GPT-2).
-    branch = name.endswith(("o_proj.weight", "down_proj.weight"))
-    std = INIT_STD / math.sqrt(2 * arch.layers) if branch else INIT_STD
+    # Every layer keeps the size of what goes in, and so do the logits of tied embeddings. The usual 0.02 for all is made for large
+    # models: at width 96, 150 supervised steps end at a loss of 1.17 with it and of 0.80 with this.
+    std = shape[1] ** -0.5
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        # Outputs of residual branches are made smaller by their number, so that the sum keeps its size (GPT-2).
+        std /= math.sqrt(2 * arch.layers)
     # torch's CPU generator looks at the low 32 bits of a seed only, so both have to be mixed into those.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     return torch.randn(shape, generator=generator) * std
