@@ -16,7 +16,7 @@ ADDRESS = "tcp://HEAD-NODE:PORT"
 
 def preview(config: Config, run: Path | None = None) -> dict[str, Any]:
     """As JSON. `run`: the run to resume; None: a new one, whose directory does not exist yet."""
-    from dynarl.controller.__main__ import assign_homes
+    from dynarl.controller.nodes import assign_homes
     from dynarl.controller.fleet import step_spec
 
     resume = run is not None

@@ -31,10 +31,11 @@ from dynarl.config import load, validate  # noqa: E402
 from dynarl.config.schema import Config  # noqa: E402
 from dynarl.controller.fleet import Fleet, StepLost  # noqa: E402
 from dynarl.controller.job import Job, JobFailed, OwnerLost  # noqa: E402
+from dynarl.controller.nodes import allocated_nodes, assign_homes, surviving_nodes  # noqa: E402
 from dynarl.errors import ConfigError, DynarlError  # noqa: E402
 from dynarl.hypergraph.journal import Journal  # noqa: E402
 from dynarl.report.metrics import MetricsWriter  # noqa: E402
-from dynarl.slurm import environ, hostlist  # noqa: E402
+from dynarl.slurm import environ  # noqa: E402
 from dynarl.wire import CallError  # noqa: E402
 
 log = logging.getLogger("dynarl.controller")
@@ -170,6 +171,8 @@ class Controller:
 
     async def _limit_near(self) -> None:
         await self.time_limit.wait()
+        if self.cancel_file.exists():  # `dynarl cancel` also sends the signal, in case this process looks nowhere else
+            raise Cancelled("cancel was asked for")
         raise TimeLimitNear("the time limit is near")
 
     async def _save(self, job: Job) -> None:
@@ -188,39 +191,6 @@ class Controller:
         if restarts >= self.config.cluster.max_requeues:
             return "failed", f"time limit reached after {restarts} requeues (cluster.max_requeues)", 1
         return "requeued", "time limit near", EXIT_REQUEUED
-
-
-def allocated_nodes() -> list[str]:
-    """Node names of this job, as Slurm has them. Raises ConfigError outside of a job."""
-    listed = os.environ.get("SLURM_JOB_NODELIST")
-    if not listed:
-        raise ConfigError("not inside a Slurm job (SLURM_JOB_NODELIST is not set): submit with `dynarl submit` or `sbatch slurm/dynarl.slurm`")
-    return hostlist.expand(listed)
-
-
-def surviving_nodes(nodes: list[str]) -> list[str]:
-    """Those of `nodes` that Slurm does not report as down."""
-    text = subprocess.run(["sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T"], capture_output=True, text=True,
-                          env={k: v for k, v in environ.for_srun(os.environ).items() if not k.startswith("SINFO_")}).stdout
-    states = dict(line.split("|") for line in text.split() if "|" in line)
-    return [n for n in nodes if not any(word in states.get(n, "").lower() for word in ("down", "fail", "not_resp", "unknown")) and
-            "*" not in states.get(n, "")]
-
-
-def assign_homes(config: Config, nodes: list[str]) -> dict[str, str]:
-    """Home role of each node: training first (it owns the optimizer), then rollout, then inference.
-
-    With fewer nodes than the split asks for, rollout gives up nodes first, then inference. Raises JobFailed when there are
-    too few for the roles that the policy needs.
-    """
-    split = config.split
-    training = split.training
-    if len(nodes) < training + (config.policy.name != "colocated"):
-        raise JobFailed(f"{len(nodes)} node(s) are left ({', '.join(nodes)}), too few for {training} training node(s) and a rollout node")
-    inference = min(split.inference, max(0, len(nodes) - training - 1))
-    roles = ["training"] * training + ["inference"] * inference
-    roles += ["rollout"] * (len(nodes) - len(roles))
-    return dict(zip(nodes, roles))
 
 
 def find_run(config_path: Path, config: Config, run_dir: Path | None) -> tuple[Path, bool]:
