@@ -50,6 +50,9 @@ class Group:
 class Ledger:
     """All samples of one iteration. `scored_by_inference` False: groups skip scoring."""
 
+    # Of the process, not of the ledger: a late answer to a lease of an earlier iteration must not pass for one of this.
+    _leases = itertools.count(1)
+
     def __init__(self, samples: Sequence[str], *, scored_by_inference: bool = True):
         self.groups: dict[str, Group] = {}
         for sample in samples:
@@ -60,7 +63,6 @@ class Ledger:
         self._waiting: deque[str] = deque(samples)
         self.running: dict[str, str] = {}
         self.partial: dict[str, str] = {}
-        self._leases = itertools.count(1)
 
     # --- generation
 
@@ -160,14 +162,19 @@ class Ledger:
         group.lease = group.node = None
 
     def trained(self, groups: Iterable[Group]) -> list[str]:
-        """The optimizer has stepped on these groups. Returns their sample ids, the proof for the journal."""
-        samples = []
+        """The optimizer has stepped on these groups. Returns their sample ids, the proof for the journal.
+
+        Raises ValueError, and marks none of them, when the gradient of one was not in the step.
+        """
+        groups = list(groups)
+        if len({group.name for group in groups}) != len(groups):
+            raise ValueError(f"a group is named twice for one step: {[group.name for group in groups]}")
         for group in groups:
             if group.state != "accumulated":
                 raise ValueError(f"group {group.name} is {group.state}: its gradient is not in this step")
+        for group in groups:
             group.state = "trained"
-            samples += group.samples
-        return samples
+        return [sample for group in groups for sample in group.samples]
 
     # --- faults
 

@@ -25,8 +25,14 @@ class Store:
         return len(self._samples)
 
     def put(self, trajectory: Trajectory) -> None:
-        """Keep a trajectory; a longer one of the same sample replaces it."""
-        self._samples[trajectory.sample] = trajectory
+        """Keep a trajectory, unless the one that is held is further on: of newer weights, complete, or scored.
+
+        After a fault a sample may be made twice. What was reported of the first is what will be trained, so the second,
+        or a part of it, must not take its place.
+        """
+        held = self._samples.get(trajectory.sample)
+        if held is None or _stage(trajectory) > _stage(held):
+            self._samples[trajectory.sample] = trajectory
 
     def get(self, samples: Iterable[str]) -> list[Trajectory]:
         """Raises KeyError naming the first sample that is not held here."""
@@ -35,3 +41,9 @@ class Store:
     def forget(self, iteration: int) -> None:
         """Drop every sample of iterations up to and including `iteration`."""
         self._samples = {s: t for s, t in self._samples.items() if int(s.split(":", 1)[0]) > iteration}
+
+
+def _stage(trajectory: Trajectory) -> tuple[int, bool, bool, int]:
+    """Orders the states of a sample; two complete answers of the same weights are equal, whatever their lengths."""
+    complete = trajectory.finish != "abort"
+    return trajectory.version, complete, trajectory.old_logprobs is not None, 0 if complete else trajectory.num_response_tokens

@@ -1,0 +1,51 @@
+import pytest
+
+from dynarl.dataflow.store import Store
+from dynarl.wire import Trajectory, pack_floats, pack_ids
+
+S = "3:17:0"
+
+
+def answer(length: int, finish: str = "abort", version: int = 4, scored: bool = False, sample: str = S) -> Trajectory:
+    logprobs = pack_floats([-0.5] * length)
+    return Trajectory(sample, pack_ids([1, 2]), pack_ids(range(length)), logprobs, old_logprobs=logprobs if scored else None,
+                      finish=finish, version=version)
+
+
+@pytest.mark.parametrize("held, came, kept", [
+    (answer(3), answer(5), 5),
+    (answer(5), answer(3), 5),
+    (answer(5), answer(3, "stop"), 3),
+    (answer(5, "stop"), answer(7), 5),
+    (answer(5, "stop"), answer(6, "stop"), 5),
+    (answer(5, "stop", scored=True), answer(6, "length"), 5),
+    (answer(5, "stop"), answer(5, "stop", scored=True), 5),
+    (answer(9, "stop", scored=True), answer(2, version=5), 2),
+], ids=["longer part", "shorter part", "complete over part", "part over complete", "second answer", "second over scored",
+        "scored over complete", "newer weights"])
+def test_what_is_further_on_stays(held, came, kept):
+    store = Store()
+    store.put(held)
+    store.put(came)
+    assert store.get([S])[0].num_response_tokens == kept
+
+
+def test_the_scored_answer_replaces_the_unscored():
+    store = Store()
+    store.put(answer(5, "stop"))
+    store.put(answer(5, "stop", scored=True))
+    assert store.get([S])[0].old_logprobs is not None
+
+
+def test_forgetting_takes_this_and_earlier_iterations():
+    store = Store()
+    for iteration in (2, 3, 4, 10):
+        store.put(answer(1, sample=f"{iteration}:0:0"))
+    store.forget(3)
+    assert len(store) == 2
+    assert [t.sample for t in store.get(["10:0:0", "4:0:0"])] == ["10:0:0", "4:0:0"]
+
+
+def test_a_sample_that_is_not_here_is_named():
+    with pytest.raises(KeyError, match="3:17:0"):
+        Store().get([S])
