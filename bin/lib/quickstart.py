@@ -98,7 +98,10 @@ def slurm(args: argparse.Namespace, nodes: int) -> Iterator[dict[str, str]]:
     shares = [option for directory in private_directories() for option in ("--share", directory)]
     try:
         # Also where it is up: then it checks that it is the one that is needed.
-        call([MINISLURM, "up", *CLUSTER, "--nodes", str(nodes), "--cpus-per-node", "2", *shares], "the Slurm did not start")
+        up = subprocess.run([MINISLURM, "up", *CLUSTER, "--nodes", str(nodes), "--cpus-per-node", "2", *shares], stdout=subprocess.PIPE, text=True)
+        say("".join(f"  {line}\n" for line in up.stdout.splitlines() if not line.startswith("use it:")).rstrip())
+        if up.returncode:
+            raise Failed("the Slurm did not start")
         yield job_environment(minislurm_variables())
     finally:
         if ours and not args.keep:
@@ -177,6 +180,9 @@ def report(status: dict, wall_s: float, environment: dict[str, str]) -> None:
     run, accuracy, moves, samples = status["run"], status["eval"], status["moves"], status["samples"]
     say("")
     say(f"{run}: {status['state']} after {wall_s:.0f} s, {status['iterations']} iterations")
+    if status["state"] != "completed":
+        say(f"  reason              {status['reason']}")
+        say(f"  logs                {status['logs']}")
     if None not in (accuracy["start"], accuracy["end"]):
         say(f"  held-out accuracy   {percent(accuracy['start'])} before, {percent(accuracy['end'])} after")
     say(f"  moves               {moves['committed']} committed, {moves['cancelled']} cancelled")
@@ -200,12 +206,6 @@ def say(text: str) -> None:
     # The terminal may be gone while there is still something to stop.
     with contextlib.suppress(OSError):
         print(text, flush=True)
-
-
-def call(command: list[str], failure: str) -> None:
-    """Run a command that speaks for itself."""
-    if subprocess.run(command).returncode:
-        raise Failed(failure)
 
 
 def answer(command: list[str], environment: dict[str, str]) -> dict:
