@@ -30,6 +30,13 @@ def test_only_the_data_section_of_the_file_counts(tmp_path):
     assert digest_weights(tmp_path / "a") == digest_weights(tmp_path / "b") == f"{zlib.crc32(b'0123456789'):08x}"
 
 
+def test_weights_split_over_files_are_taken_in_the_order_of_their_names(tmp_path):
+    write(tmp_path / "b.safetensors", {}, b"world")
+    write(tmp_path / "a.safetensors", {}, b"hello ")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
+    assert digest_weights(tmp_path) == digest_chunks([b"hello world"])
+
+
 def test_a_file_without_a_whole_header_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((1000).to_bytes(8, "little") + b"{")
     with pytest.raises(ValueError, match="cut short"):

@@ -14,7 +14,7 @@ import torch
 from dynarl.config.schema import Config
 from dynarl.roles.training import microbatch, torch_world, weights
 from dynarl.roles.training.groups import build_groups
-from dynarl.roles.training.leases import LeaseQueue
+from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.logprobs import token_logprobs
 from dynarl.roles.training.model import build_model, picked_logits, vocab_of
 from dynarl.roles.worker import Worker, main
@@ -61,8 +61,10 @@ class InferenceWorker(Worker):
 
     def do_serve_store(self, host: str | None = None) -> str:
         """Open the key-value store through which workers find each other; it lives as long as this process."""
-        self._store, address = torch_world.serve_store(host)
-        return address
+        if self._store is None:
+            # Torch worlds live on it, so a second call must not replace it.
+            self._store, self._address = torch_world.serve_store(host)
+        return self._address
 
     def do_build(self, config: dict[str, Any], store: str, world: str, rank: int, size: int, model_dir: str, version: int) -> dict[str, str]:
         """Join torch world `world` and build the shard of this rank. All its ranks must be called at about the same time."""
@@ -82,14 +84,14 @@ class InferenceWorker(Worker):
         """Keep the weights of `model_dir` as the reference; from now on its log-probabilities are reported too."""
         self._reference = Scorer(self.policy.config, model_dir, self.policy.device)
 
-    def do_logprobs(self, lease: str, samples: list[dict[str, Any]]) -> None:
+    def do_logprobs(self, lease: Lease, samples: list[dict[str, Any]]) -> None:
         self._queue.add(lease, samples)
 
-    def do_cancel(self, leases: list[str]) -> list[str]:
+    def do_cancel(self, leases: list[Lease]) -> list[Lease]:
         """Give back leases that have not been started; ask all workers of a replica and go by the answer of its first."""
         return self._queue.cancel(leases)
 
-    def do_drain(self) -> list[str]:
+    def do_drain(self) -> list[Lease]:
         return self._queue.drain(self.policy.config.inference.max_tokens_per_micro_batch, self.policy.groups.tp)
 
     def work(self) -> bool:
@@ -117,7 +119,7 @@ class InferenceWorker(Worker):
             return policy, None
         return policy, microbatch.split(self._reference.logprobs(samples, batch), batch, samples)
 
-    def _scored(self, lease: str, results: list[tuple[dict[str, bytes], dict[str, bytes] | None]]) -> None:
+    def _scored(self, lease: Lease, results: list[tuple[dict[str, bytes], dict[str, bytes] | None]]) -> None:
         policy: dict[str, bytes] = {}
         reference: dict[str, bytes] = {}
         for one, other in results:

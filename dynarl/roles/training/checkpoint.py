@@ -46,6 +46,8 @@ def save(trainer: Any, directory: str) -> None:
     ranges: dict[str, list[int]] = {}
     steps = 0
     for optimizer in _optimizers(trainer):
+        # torch's Adam counts steps per parameter, fused ones (GPU) per group.
+        steps = max([steps, *(int(group.get("step", 0)) for group in optimizer.optimizer.param_groups)])
         for part in _owned(optimizer, trainer.params):
             ranges[part.name] = [part.start, part.stop, part.numel]
             tensors[f"{part.name}:main"] = part.main.detach().clone()
@@ -97,9 +99,13 @@ def _fill(adam: torch.optim.Optimizer, part: Owned, shards: Any) -> None:
     if covered != part.stop - part.start:
         raise CheckpointError(f"{part.name}: the shards cover {covered} of {part.stop - part.start} elements")
     steps = next(iter(shards.values()))[0]["steps"]
-    if steps:
-        # A tensor of its own for each parameter: torch's Adam counts it up in place.
+    if steps and isinstance(adam, torch.optim.Adam):
+        # A tensor of its own for each parameter: it is counted up in place.
         adam.state[part.main] = {"step": torch.tensor(float(steps)), **state}
+    elif steps:
+        adam.state[part.main] = state
+        for group in adam.param_groups:
+            group["step"] = steps
 
 
 def _optimizers(trainer: Any) -> list[Any]:

@@ -19,26 +19,27 @@ from dynarl.rl.batching import pack
 from dynarl.roles.training.microbatch import Sample, num_tokens
 
 RUN, DROP = 1, 0
+Lease = int | str
 
 
 class LeaseQueue:
     """`run(samples)` does one micro-batch and returns its result; `done(lease, results)` is called when a lease is finished."""
 
-    def __init__(self, run: Callable[[Sequence[Sample]], Any], done: Callable[[str, list[Any]], None]):
+    def __init__(self, run: Callable[[Sequence[Sample]], Any], done: Callable[[Lease, list[Any]], None]):
         self._run, self._done = run, done
-        self._waiting: deque[tuple[str, list[Sample]]] = deque()
-        self._cancelled: set[str] = set()
-        self._lease: str | None = None
+        self._waiting: deque[tuple[Lease, list[Sample]]] = deque()
+        self._cancelled: set[Lease] = set()
+        self._lease: Lease | None = None
         self._batches: deque[list[Sample]] = deque()
         self._results: list[Any] = []
-        self._finished: list[str] = []
+        self._finished: list[Lease] = []
 
-    def add(self, lease: str, samples: list[Sample]) -> None:
+    def add(self, lease: Lease, samples: list[Sample]) -> None:
         if not samples:
             raise ValueError(f"lease {lease!r} holds no samples")
         self._waiting.append((lease, samples))
 
-    def cancel(self, leases: Sequence[str]) -> list[str]:
+    def cancel(self, leases: Sequence[Lease]) -> list[Lease]:
         """Give back those of `leases` that have not been started. The first worker of a replica has the say."""
         given_back = [lease for lease, _ in self._waiting if lease in set(leases) - self._cancelled]
         self._cancelled.update(given_back)
@@ -55,7 +56,7 @@ class LeaseQueue:
             self._done(lease, results)
         return bool(self._batches or self._waiting)
 
-    def drain(self, cap_tokens: int, group: dist.ProcessGroup | None) -> list[str]:
+    def drain(self, cap_tokens: int, group: dist.ProcessGroup | None) -> list[Lease]:
         """Work everything off; returns the leases finished since the last drain."""
         while self.work(cap_tokens, group):
             pass
@@ -80,6 +81,6 @@ class LeaseQueue:
     def _agree(verdict: int, group: dist.ProcessGroup | None) -> int:
         if group is None or group.size() == 1:
             return verdict
-        message = torch.tensor([verdict], device="cuda" if torch.cuda.is_available() else "cpu")
+        message = torch.tensor([verdict], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
         dist.broadcast(message, group_src=0, group=group)
         return int(message)

@@ -16,6 +16,9 @@ TIMEOUT = timedelta(minutes=10)
 def compute_device(kind: str) -> torch.device:
     """`kind`: "cpu" or "cuda". The agent shows each worker one GPU only. Raises RuntimeError if there is none."""
     if kind == "cpu":
+        if torch.cuda.is_available():
+            raise RuntimeError("cluster.device is cpu but this worker sees a GPU, and Megatron would use it; "
+                               "start the worker with an empty CUDA_VISIBLE_DEVICES")
         # Several workers share a node: a thread pool in each would only add switches.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return torch.device("cpu")

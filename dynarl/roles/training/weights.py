@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dynarl.vps.digest import WEIGHTS_FILE
+from dynarl.vps.digest import INDEX_FILE, WEIGHTS_FILE
 from dynarl.vps.hf_megatron import Arch, Shard, hf_shapes, is_replicated, shards
 
 SMALL_FILE_BYTES = 64 << 20
@@ -104,7 +104,7 @@ class _Checkpoint:
 
     def __init__(self, model_dir: Path):
         self._dir = model_dir
-        index = model_dir / "model.safetensors.index.json"
+        index = model_dir / INDEX_FILE
         self._file_of = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         self._open: dict[str, safe_open] = {}
 

@@ -18,7 +18,7 @@ import torch
 from dynarl.config.schema import Config
 from dynarl.roles.training import checkpoint, megatron_cpu, torch_world
 from dynarl.roles.training.create import create_model
-from dynarl.roles.training.leases import LeaseQueue
+from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.reduction import tree_sum
 from dynarl.roles.training.trainer import Trainer
 from dynarl.roles.worker import Worker, main
@@ -47,8 +47,10 @@ class TrainingWorker(Worker):
 
     def do_serve_store(self, host: str | None = None) -> str:
         """Open the key-value store through which workers find each other; it lives as long as this process."""
-        self._store, address = torch_world.serve_store(host)
-        return address
+        if self._store is None:
+            # Torch worlds live on it, so a second call must not replace it.
+            self._store, self._address = torch_world.serve_store(host)
+        return self._address
 
     def do_build(self, config: dict[str, Any], store: str, world: str, rank: int, size: int, owner: bool, model_dir: str,
                  version: int) -> dict[str, Any]:
@@ -74,14 +76,14 @@ class TrainingWorker(Worker):
     def do_begin(self, step: int, loss: str) -> None:
         self.trainer.begin(loss)
 
-    def do_train(self, lease: str, samples: list[dict[str, Any]]) -> None:
+    def do_train(self, lease: Lease, samples: list[dict[str, Any]]) -> None:
         self._queue.add(lease, samples)
 
-    def do_cancel(self, leases: list[str]) -> list[str]:
+    def do_cancel(self, leases: list[Lease]) -> list[Lease]:
         """Give back leases that have not been started; ask all workers of a replica and go by the answer of its first."""
         return self._queue.cancel(leases)
 
-    def do_drain(self) -> list[str]:
+    def do_drain(self) -> list[Lease]:
         return self._queue.drain(self.trainer.config.training.max_tokens_per_micro_batch, self.trainer.groups.tp)
 
     def work(self) -> bool:
@@ -126,7 +128,7 @@ class TrainingWorker(Worker):
     def _train(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         return self.trainer.train(samples)
 
-    def _trained(self, lease: str, results: list[dict[str, float]]) -> None:
+    def _trained(self, lease: Lease, results: list[dict[str, float]]) -> None:
         self.emit("trained", lease=lease, stats=add_stats(results))
 
 
