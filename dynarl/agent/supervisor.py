@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
-from dynarl.slurm.environ import for_worker, identity
+import dynarl
+from dynarl.slurm.environ import for_other_interpreter, for_worker, identity
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,10 @@ def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
 
 
 class Supervisor:
-    """The workers of one node. `on_death(worker, status, tail)` is called for every end nobody asked for."""
+    """The workers of one node. `on_death(worker, status, tail)` is called for every end nobody asked for.
+
+    address: of the agent's socket, ipc://PATH; the directory of PATH is the agent's own.
+    """
 
     def __init__(self, node: str, address: str, log_dir: Path, on_death: Callable[[WorkerProcess, str, list[str]], None]):
         self._node, self._address, self._log_dir, self._on_death = node, address, log_dir, on_death
@@ -81,6 +85,8 @@ class Supervisor:
         attempt = self._attempts[name] = self._attempts.get(name, 0) + 1
         path = self._log_dir / f"{name}.{attempt}.log"
         environment = for_worker(os.environ, identity(role, device) | env)
+        if python is not None:
+            environment = for_other_interpreter(environment, self._package_dir(), env)
         if device_kind == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = visible_device(os.environ, device)
         command = [python or sys.executable, "-m", f"dynarl.roles.{role}.worker", "--socket", self._address, "--name", name]
@@ -92,6 +98,14 @@ class Supervisor:
         asyncio.get_running_loop().add_reader(descriptor, self._ended, worker, descriptor)
         log.info("started %s, attempt %d, pid %d", name, attempt, process.pid)
         return worker
+
+    def _package_dir(self) -> str:
+        """A directory with this very dynarl in it and nothing else, for interpreters of other environments."""
+        directory = Path(self._address.removeprefix("ipc://")).parent / "package"
+        directory.mkdir(exist_ok=True)
+        if not (link := directory / "dynarl").exists():
+            link.symlink_to(Path(dynarl.__file__).resolve().parent)
+        return str(directory)
 
     def _ended(self, worker: WorkerProcess, descriptor: int) -> None:
         asyncio.get_running_loop().remove_reader(descriptor)

@@ -161,10 +161,16 @@ class Rollout(Section):
 
     engine: Annotated[
         Literal["local", "sglang"],
-        doc("local: in the worker, any machine. sglang: a server per device, needs the extra `sglang`"),
+        doc("local: in the worker, any machine. sglang: a server per device, in an environment of its own"),
     ] = "local"
     max_running: Annotated[Positive, doc("requests that one instance decodes together")] = 32
-    python: Annotated[str | None, doc("interpreter of the rollout workers; default: the controller's")] = None
+    python: Annotated[
+        str | None,
+        doc(
+            "interpreter of the rollout workers; default: with sglang $DYNARL_SGLANG_PYTHON or the one that "
+            "bin/install-sglang made in the checkout, else the controller's"
+        ),
+    ] = None
     args: Annotated[list[str], doc("further arguments of the SGLang server")] = []
     start_timeout_s: Annotated[NonNegative, doc("longest start of an engine")] = 600.0
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from dynarl import rundir, wire
+from dynarl.config import interpreters
 from dynarl.config.schema import Config
 from dynarl.controller import metrics
 from dynarl.controller.epochs import Epochs, Weights
@@ -134,7 +135,7 @@ class Job:
         await self._load_state(checkpoint)
 
     async def _start_worker(self, node: str, role: str, device: int) -> None:
-        python = {"rollout": self.config.rollout, "inference": self.config.inference, "training": self.config.training}[role].python
+        python = interpreters.of_role(self.config, role)
         env = environ.model_settings(self.config.cluster.interface) | self.config.cluster.env
         started = await self.fleet.call(node, "start_worker", role=role, device=device, python=python, env=env,
                                         device_kind=self.config.cluster.device, limit_s=self.config.rollout.start_timeout_s)

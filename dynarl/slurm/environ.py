@@ -6,6 +6,8 @@ hands on what was meant for itself. Three borders, one function each:
     for_sbatch   a job submitted from anywhere, also from inside another job
     for_srun     the step that the batch script starts
     for_worker   a role worker, which is a child of an MPI rank but must not take itself for one
+
+and `for_other_interpreter` where that worker runs in another Python than its agent.
 """
 
 from __future__ import annotations
@@ -120,6 +122,20 @@ def for_worker(environment: Mapping[str, str], extra: Mapping[str, str] | None =
         if not (_SLURM.match(name) or _MPI.match(name) or name in _TORCH or name in _SESSION)
     }
     return kept | dict(extra or {})
+
+
+def for_other_interpreter(
+    environment: Mapping[str, str], package_dir: str, extra: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a worker whose Python is not its agent's, from that of one whose Python is.
+
+    PYTHONPATH and PYTHONHOME were meant for the agent's Python: packages found through them would come before those of the
+    other environment, built for another release or in another version. `package_dir` holds the agent's dynarl alone, so
+    that agent and worker speak the same protocol and the other environment needs no dynarl of its own. A PYTHONPATH in
+    `extra` (cluster.env) is wanted, and kept behind it.
+    """
+    kept = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return kept | {"PYTHONPATH": ":".join(filter(None, [package_dir, extra.get("PYTHONPATH")]))}
 
 
 def identity(role: str, device: int) -> dict[str, str]:

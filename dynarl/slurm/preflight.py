@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import re
+import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dynarl.config import interpreters
 from dynarl.config.schema import Config
 from dynarl.errors import SlurmError
 from dynarl.slurm import timelimit, version
@@ -64,6 +66,8 @@ def check(client: Client, config: Config | None = None, allocated: bool = False)
     plugins = yield from _asked("mpi", client.mpi_plugins)
     if plugins is not None:
         yield _mpi(plugins, config)
+    if config is not None:
+        yield from _interpreters(config, allocated)
     partitions = None if allocated else (yield from _asked("partitions", client.partitions))
     if partitions is not None:
         yield from _partition(partitions, config)
@@ -130,6 +134,14 @@ def _mpi(plugins: list[str], config: Config | None) -> Finding:
             "the one that your MPI library was built for (Open MPI: pmix)",
         )
     return Finding(Level.OK, "mpi", f"srun knows --mpi={wanted}")
+
+
+def _interpreters(config: Config, allocated: bool) -> Iterator[Finding]:
+    for role in ("rollout", "inference", "training"):
+        if (text := interpreters.fault(config, role, sys.executable)) is not None:
+            # One that is named may be there on the compute nodes alone.
+            elsewhere = not allocated and interpreters.of_role(config, role) is not None
+            yield Finding(Level.NOTE if elsewhere else Level.FAULT, "python", text)
 
 
 def _partition(partitions: list[PartitionInfo], config: Config | None) -> Iterator[Finding]:

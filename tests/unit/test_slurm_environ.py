@@ -53,6 +53,16 @@ def test_a_step_keeps_facts_about_its_job_and_no_default_of_an_option():
     }
 
 
+def test_another_interpreter_gets_dynarl_and_no_other_package_of_its_agent():
+    agents = {"PATH": "/bin", "PYTHONPATH": "/checkout:/apps/python3.11/site-packages", "PYTHONHOME": "/apps"}
+    assert environ.for_other_interpreter(agents, "/tmp/dynarl-7/package", {}) == {
+        "PATH": "/bin",
+        "PYTHONPATH": "/tmp/dynarl-7/package",
+    }
+    wanted = environ.for_other_interpreter(agents, "/tmp/dynarl-7/package", {"PYTHONPATH": "/patches"})
+    assert wanted["PYTHONPATH"] == "/tmp/dynarl-7/package:/patches"
+
+
 def test_a_worker_finds_no_trace_of_slurm_mpi_or_torchrun():
     assert environ.for_worker(FROM_A_STEP, {"DYNARL_ROLE": "rollout"}) == {
         name: FROM_A_STEP[name] for name in ALWAYS

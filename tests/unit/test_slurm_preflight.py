@@ -1,9 +1,10 @@
 import dataclasses
+import sys
 
 import pytest
 from fake_tools import FakeTools
 
-from dynarl.config import load
+from dynarl.config import interpreters, load
 from dynarl.config.schema import Config
 from dynarl.errors import SlurmError
 from dynarl.slurm import preflight
@@ -118,3 +119,36 @@ def test_what_is_worth_a_note(settings, message):
 
 def test_requeueing_is_no_matter_for_a_run_that_does_not_want_it():
     assert of(Level.NOTE, findings(FakeClient(settings={"JobRequeue": "0"}), "cluster: {requeue: false}")) == []
+
+
+def test_an_interpreter_that_a_role_names_must_be_there_and_have_what_the_role_needs(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f"#!/bin/sh\nexec {sys.executable} -S -I \"$@\"\n")
+    bare.chmod(0o755)
+    for python, message in ((bare, "no torch, megatron, safetensors"), (tmp_path / "none", "No such file")):
+        written = f"training: {{python: {python}}}"
+        (fault,) = of(Level.FAULT, findings(written=written, allocated=True))
+        assert "training" in fault and message in fault
+        # The login node may not see what the compute nodes have.
+        assert of(Level.FAULT, findings(written=written)) == [] and of(Level.NOTE, findings(written=written)) == [fault]
+
+
+def test_sglang_without_an_interpreter_is_a_fault_before_anything_is_submitted(monkeypatch, tmp_path):
+    monkeypatch.setattr(interpreters, "CHECKOUT", tmp_path)
+    monkeypatch.delenv(interpreters.SGLANG_VARIABLE, raising=False)
+    (fault,) = of(Level.FAULT, findings(written="rollout: {engine: sglang}"))
+    assert f"{sys.executable}, which runs the rollout workers, has no sglang" in fault and "bin/install-sglang" in fault
+
+
+def test_sglang_runs_in_what_the_variable_names_or_else_in_what_bin_install_sglang_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(interpreters, "CHECKOUT", tmp_path)
+    config = load.from_text("rollout: {engine: sglang}").config
+    assert interpreters.of_role(config, "rollout", {}) is None
+    made = tmp_path / ".cache" / "sglang-venv" / "bin" / "python"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert interpreters.of_role(config, "rollout", {}) == str(made)
+    assert interpreters.of_role(config, "rollout", {interpreters.SGLANG_VARIABLE: "/v/python"}) == "/v/python"
+    assert interpreters.of_role(config, "training", {interpreters.SGLANG_VARIABLE: "/v/python"}) is None
+    config.rollout.python = "/w/python"
+    assert interpreters.of_role(config, "rollout", {interpreters.SGLANG_VARIABLE: "/v/python"}) == "/w/python"
