@@ -17,9 +17,10 @@ VOCAB = 48
 
 
 def config(**training) -> Config:
-    # adam_eps: the first steps of Adam are lr * sign(gradient) wherever |gradient| > eps. With the default 1e-8, which is the size of
-    # the rounding errors of a mean gradient here, an element whose gradient happens to be near 0 takes a step of random sign; one
-    # such element made tensors differ by up to 8e-6 of their norm. Typical elements are 1e-4 to 1e-2, far above 1e-6.
+    # adam_eps: the first steps of Adam are lr * sign(gradient) wherever |gradient| > eps. With the default 1e-8, which
+    # is the size of the rounding errors of a mean gradient here, an element whose gradient happens to be near 0 takes a
+    # step of random sign; one such element made tensors differ by up to 8e-6 of their norm. Typical elements are 1e-4
+    # to 1e-2, far above 1e-6.
     return Config(
         model=Model(dtype="float32"),
         algorithm=Algorithm(kl_loss_coef=0.05),
@@ -36,8 +37,14 @@ def recorded(seed: int = 7) -> list[list[dict]]:
 
     def sample(step: int, index: int) -> dict:
         length = draw.randint(1, 90)
-        return dict(sample=wire.sample_id(step, index // 4, index % 4), prompt=ids(draw.randint(2, 12)), response=ids(length),
-                    rollout_logprobs=wire.pack_floats([-3.9] * length), advantage=draw.uniform(-1, 3), weight=float(index != 5))
+        return dict(
+            sample=wire.sample_id(step, index // 4, index % 4),
+            prompt=ids(draw.randint(2, 12)),
+            response=ids(length),
+            rollout_logprobs=wire.pack_floats([-3.9] * length),
+            advantage=draw.uniform(-1, 3),
+            weight=float(index != 5),
+        )
 
     return [[sample(step, index) for index in range(SAMPLES_PER_STEP)] for step in range(NUM_STEPS)]
 
@@ -46,7 +53,16 @@ def score(harness: Harness, model_dir: str, batches: list[list[dict]]) -> None:
     """Fill in old and reference log-probabilities with an inference worker at tensor-parallel size 1."""
     worker = harness.start("dynarl.roles.inference.worker", "scorer")
     store = worker.call("serve_store", host="127.0.0.1")
-    worker.call("build", config=msgspec.to_builtins(config()), store=store, world="scorer", rank=0, size=1, model_dir=model_dir, version=0)
+    worker.call(
+        "build",
+        config=msgspec.to_builtins(config()),
+        store=store,
+        world="scorer",
+        rank=0,
+        size=1,
+        model_dir=model_dir,
+        version=0,
+    )
     worker.call("ref_load", model_dir=model_dir)
     for lease, batch in enumerate(batches):
         worker.call("logprobs", lease=lease, samples=batch)
@@ -64,27 +80,44 @@ def together(workers: list[Handle], method: str, each: list[dict] | None = None,
 
 
 class Fleet:
-    """Owners in one torch world, and borrowed replicas that are a world of their own each. All with tensor-parallel size `tp`."""
+    """Owners in one torch world, and borrowed replicas of the same tensor-parallel size in worlds of their own."""
 
     generation = 0
 
     def __init__(self, workers: list[Handle], owners: int, model_dir: str, tp: int = 1, **training):
         Fleet.generation += 1
         self.tp, self.everyone, self.owners, self.borrowed = tp, workers, workers[:owners], workers[owners:]
-        self.replicas = [workers[i:i + tp] for i in range(0, len(workers), tp)]
+        self.replicas = [workers[i : i + tp] for i in range(0, len(workers), tp)]
         self.config = config(tp=tp, **training)
         settings = msgspec.to_builtins(self.config)
         store = workers[0].call("serve_store", host="127.0.0.1")
         common = dict(config=settings, store=store, model_dir=model_dir, version=0)
         name = f"g{Fleet.generation}"
-        together(self.owners, "build", [dict(rank=r) for r in range(owners)], world=f"{name}-owners", size=owners, owner=True, **common)
+        together(
+            self.owners,
+            "build",
+            [dict(rank=r) for r in range(owners)],
+            world=f"{name}-owners",
+            size=owners,
+            owner=True,
+            **common,
+        )
         each = [dict(world=f"{name}-b{i // tp}", rank=i % tp) for i in range(len(self.borrowed))]
         together(self.borrowed, "build", each, size=tp, owner=False, **common)
         if self.borrowed:
-            together(workers, "join_reduction", [dict(rank=r) for r in range(len(workers))], store=store, name=f"{name}-r", size=len(workers))
+            together(
+                workers,
+                "join_reduction",
+                [dict(rank=r) for r in range(len(workers))],
+                store=store,
+                name=f"{name}-r",
+                size=len(workers),
+            )
 
-    def step(self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3) -> dict[str, float]:
-        """leases: (replica, samples). Returns the summed statistics and the gradient norm. The new weights go to `model_dir`."""
+    def step(
+        self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3
+    ) -> dict[str, float]:
+        """leases: (replica, samples). Returns summed statistics and gradient norm; new weights go to `model_dir`."""
         together(self.everyone, "begin", step=index, loss="grpo")
         for lease, (replica, samples) in enumerate(leases):
             together(self.replicas[replica], "train", lease=lease, samples=samples)
@@ -98,7 +131,9 @@ class Fleet:
             worker.events("trained")
         if self.borrowed:
             # One tree per tensor rank, all of them into the first replica.
-            together(self.everyone, "reduce", members=[list(range(t, len(self.everyone), self.tp)) for t in range(self.tp)])
+            together(
+                self.everyone, "reduce", members=[list(range(t, len(self.everyone), self.tp)) for t in range(self.tp)]
+            )
         answers = together(self.owners, "step", global_tokens=total["tokens"], lr=lr)
         assert len({answer["grad_norm"] for answer in answers}) == 1
         digest = together(self.owners, "export", model_dir=model_dir, version=index + 1)[0]["digest"]

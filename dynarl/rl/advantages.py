@@ -1,4 +1,4 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300 eq. 3): A_i = (r_i - mean(r)) / std(r) over the samples of one prompt.
+"""Group-relative advantages (GRPO, arXiv 2402.03300 eq. 3): A_i = (r_i - mean(r)) / std(r) in each group.
 
 Dr. GRPO (arXiv 2503.20783) is the special case without the division.
 """
@@ -14,8 +14,8 @@ STD_FLOOR = 1e-6
 def group_advantages(rewards: Sequence[float], normalize_std: bool = True) -> list[float]:
     """One advantage per sample of a group.
 
-    Where all rewards are equal the advantages are exact zeros: the mean of equal floats need not be that float, and dividing
-    the rounding error by a tiny standard deviation would make a signal of it.
+    Where all rewards are equal the advantages are exact zeros: the mean of equal floats need not be that float, and
+    dividing the rounding error by a tiny standard deviation would make a signal of it.
     """
     if is_flat(rewards):
         return [0.0] * len(rewards)

@@ -1,7 +1,7 @@
 """Token-level losses as sums, with the sums that their statistics are made of.
 
-Never a mean: a sum does not depend on how a batch was cut into micro-batches and ranks. The trainer divides once, at the
-optimizer step, by the number of tokens of the whole batch.
+Never a mean: a sum does not depend on how a batch was cut into micro-batches and ranks. The trainer divides once, at
+the optimizer step, by the number of tokens of the whole batch.
 
 All tensors are [N], one entry per response token; padding never gets here. `weight` is 0 for tokens of masked samples.
 Statistics are sums over tokens too; divide each by `tokens`. Names that end in `_max` are maxima.
@@ -29,7 +29,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GRPO as the token sum of DAPO (arXiv 2503.14476, eq. 8); equal clips give PPO's.
 
-    With r = exp(logprob - old_logprob): sum of weight * (max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef * k3).
+    With r = exp(logprob - old_logprob), the sum over tokens of
+    weight * (max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef * k3).
     """
     log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()

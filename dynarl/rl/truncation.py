@@ -1,7 +1,7 @@
 """What becomes of an answer that was cut at max_response_tokens. The only place that knows.
 
-Everything later reads the two values: the reward goes into the advantages, the weight multiplies each of the sample's tokens in
-the loss and in the token count that divides it.
+Everything later reads the two values: the reward goes into the advantages, the weight multiplies each of the sample's
+tokens in the loss and in the token count that divides it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Judged(NamedTuple):
 def judge(rule: Rule, reward: float, finish: str) -> Judged:
     """Apply `rule` to one finished answer.
 
-    keep: as the verifier scored it. zero_reward: a cut answer scores 0. mask: its reward still counts in the group's mean,
-    its tokens are not trained on.
+    keep: as the verifier scored it. zero_reward: a cut answer scores 0. mask: its reward still counts in the group's
+    mean, its tokens are not trained on.
+
     >>> judge("mask", 1.0, "length")
     Judged(reward=1.0, weight=0.0)
     """

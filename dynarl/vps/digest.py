@@ -18,7 +18,11 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def digest_chunks(chunks: Iterable[bytes | memoryview]) -> str:
-    """Digest of bytes that arrive piece by piece: `digest_chunks([b"ab", b"c"]) == digest_chunks([b"abc"]) == "352441c2"`."""
+    """Digest of bytes that arrive piece by piece.
+
+    >>> digest_chunks([b"ab", b"c"]) == digest_chunks([b"abc"]) == "352441c2"
+    True
+    """
     crc = 0
     for chunk in chunks:
         crc = zlib.crc32(chunk, crc)

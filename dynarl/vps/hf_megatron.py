@@ -8,8 +8,8 @@ Every Megatron parameter of every rank is a concatenation of row ranges (or colu
     linear_proj, linear_fc2 = columns of the rank
     norms       = the whole tensor on every rank
 
-So loading copies `Slice`s into a parameter and exporting copies them back; nothing is computed and the round trip is bitwise.
-Pure geometry: no torch here.
+So loading copies `Slice`s into a parameter and exporting copies them back; nothing is computed and the round trip is
+bitwise. Pure geometry: no torch here.
 """
 
 from __future__ import annotations
@@ -88,7 +88,11 @@ class Arch:
 
     def check_tp(self, tp: int) -> None:
         """Raise ModelError where `tp` ranks cannot share the heads or the feed-forward width."""
-        for what, size in (("key/value heads", self.kv_heads), ("query heads", self.heads), ("feed-forward width", self.ffn)):
+        for what, size in (
+            ("key/value heads", self.kv_heads),
+            ("query heads", self.heads),
+            ("feed-forward width", self.ffn),
+        ):
             if size % tp:
                 raise ModelError(f"{size} {what} do not divide by tensor-parallel size {tp}")
 
@@ -134,25 +138,41 @@ def hf_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
 
 
 def shards(arch: Arch, tp: int, rank: int) -> list[Shard]:
-    """Every parameter of tensor-parallel rank `rank` of `tp`, in the order of the model. Raises ModelError if `tp` does not divide."""
+    """Every parameter of tensor-parallel rank `rank`, in the model's order. Raises ModelError if `tp` does not fit."""
     arch.check_tp(tp)
     result = [_vocab_rows(arch, tp, rank, "embedding.word_embeddings.weight", "model.embed_tokens.weight")]
     for layer in range(arch.layers):
         hf, mg = f"model.layers.{layer}.", f"decoder.layers.{layer}."
         result.append(_whole(mg + "input_layernorm.weight", hf + "input_layernorm.weight", arch.hidden))
-        result.append(_columns(mg + "self_attention.linear_proj.weight", hf + "self_attn.o_proj.weight",
-                               arch.hidden, arch.heads * arch.head_dim, tp, rank))
+        result.append(
+            _columns(
+                mg + "self_attention.linear_proj.weight",
+                hf + "self_attn.o_proj.weight",
+                arch.hidden,
+                arch.heads * arch.head_dim,
+                tp,
+                rank,
+            )
+        )
         result.append(_qkv(arch, tp, rank, mg, hf, "weight"))
         if arch.qkv_bias:
             result.append(_qkv(arch, tp, rank, mg, hf, "bias"))
         if arch.qk_norm:
             for name in "qk":
-                result.append(_whole(f"{mg}self_attention.{name}_layernorm.weight", f"{hf}self_attn.{name}_norm.weight", arch.head_dim))
+                result.append(
+                    _whole(
+                        f"{mg}self_attention.{name}_layernorm.weight",
+                        f"{hf}self_attn.{name}_norm.weight",
+                        arch.head_dim,
+                    )
+                )
         result.append(_whole(mg + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", arch.hidden))
         rows = arch.ffn // tp
         gate_up = tuple(Slice(f"{hf}mlp.{name}_proj.weight", rank * rows, (rank + 1) * rows) for name in ("gate", "up"))
         result.append(Shard(mg + "mlp.linear_fc1.weight", (2 * rows, arch.hidden), 0, gate_up))
-        result.append(_columns(mg + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight", arch.hidden, arch.ffn, tp, rank))
+        result.append(
+            _columns(mg + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight", arch.hidden, arch.ffn, tp, rank)
+        )
     result.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", arch.hidden))
     if not arch.tied:
         result.append(_vocab_rows(arch, tp, rank, "output_layer.weight", "lm_head.weight"))

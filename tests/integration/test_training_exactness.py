@@ -1,8 +1,8 @@
 """Training on the same recorded trajectories gives the same losses and weights however the work is spread.
 
-Real worker processes on this machine, gloo between them: one owner; two owners (data parallel); one owner and two borrowed
-workers that get other leases at each step; two tensor-parallel owners, alone and with a borrowed pair. And the comparison is sharp enough to notice if two
-samples swap their advantage or their answer, or if one is left out.
+Real worker processes on this machine, gloo between them: one owner; two owners (data parallel); one owner and two
+borrowed workers that get other leases at each step; two tensor-parallel owners, alone and with a borrowed pair. And the
+comparison is sharp enough to notice if two samples swap their advantage or their answer, or if one is left out.
 """
 
 import random
@@ -19,6 +19,7 @@ from worker_harness import Harness  # noqa: E402
 
 from dynarl import wire  # noqa: E402
 
+pytestmark = pytest.mark.integration
 TOLERANCE = 1e-5
 
 
@@ -38,14 +39,20 @@ def stage(tmp_path_factory):
 
 class Stage:
     def __init__(self, directory, model_dir, batches, workers, alone):
-        self.directory, self.model_dir, self.batches, self.workers, self.alone = directory, model_dir, batches, workers, alone
+        self.directory, self.model_dir, self.batches, self.workers, self.alone = (
+            directory,
+            model_dir,
+            batches,
+            workers,
+            alone,
+        )
 
     def run(self, name, num_workers, owners, deal, batches=None, **options):
         fleet = trainers.Fleet(self.workers[:num_workers], owners, self.model_dir, **options)
         return fleet.run(batches or self.batches, deal, self.directory / name)
 
     def distances(self, name, run):
-        """Largest relative difference to the single owner's run: of the losses, of gradient norms, and of any tensor at the end."""
+        """Largest relative difference to the single owner's run: of losses, of gradient norms, of any final tensor."""
         return (
             max(relative(a["loss"] / a["tokens"], b["loss"] / b["tokens"]) for a, b in zip(self.alone, run)),
             max(relative(a["grad_norm"], b["grad_norm"]) for a, b in zip(self.alone, run)),
@@ -74,7 +81,7 @@ def by_halves(step, batch):
 def shuffled_over_three(step, batch):
     """Groups of four samples to a random replica in random order; at some steps a replica gets nothing."""
     draw = random.Random(step)
-    groups = [batch[i:i + 4] for i in range(0, len(batch), 4)]
+    groups = [batch[i : i + 4] for i in range(0, len(batch), 4)]
     draw.shuffle(groups)
     return [(draw.randrange(3), group) for group in groups]
 
@@ -119,7 +126,7 @@ def test_a_borrowed_replica_may_be_tensor_parallel_too(stage):
 
 
 def test_norms_of_heads_sum_their_gradient_over_tensor_parallel_ranks(stage):
-    """Each rank sees its own heads only, so the gradient of the query and key norms, which all ranks hold, is a sum over them."""
+    """Each rank sees its own heads only, so the gradient of the norms, which all ranks hold, is a sum over them."""
     model_dir = write_model(str(stage.directory / "qwen3"), family="Qwen3ForCausalLM", vocab_size=trainers.VOCAB + 1)
     for tp in (1, 2):
         fleet = trainers.Fleet(stage.workers[:tp], tp, model_dir, tp=tp)
@@ -133,7 +140,9 @@ def test_the_cut_into_micro_batches_changes_nothing(stage):
 
 def swap(batches, field):
     """Two samples of one step exchange a field (and, for answers, what belongs to them)."""
-    fields = {"advantage": ["advantage"], "response": ["response", "old_logprobs", "ref_logprobs", "rollout_logprobs"]}[field]
+    fields = {"advantage": ["advantage"], "response": ["response", "old_logprobs", "ref_logprobs", "rollout_logprobs"]}[
+        field
+    ]
     changed = [[dict(sample) for sample in batch] for batch in batches]
     a, b = changed[3][1], changed[3][2]
     for name in fields:
@@ -163,7 +172,10 @@ def test_a_checkpoint_written_by_two_owners_continues_on_one(stage):
     trainers.together(fleet.owners, "save", dir=checkpoint)
     fleet = trainers.Fleet(stage.workers[:1], 1, stage.model_dir)
     fleet.owners[0].call("restore", dir=checkpoint)
-    rest = [fleet.step(i, one_lease(i, stage.batches[i]), str(stage.directory / "resumed" / f"v{i + 1}")) for i in range(half, trainers.NUM_STEPS)]
+    rest = [
+        fleet.step(i, one_lease(i, stage.batches[i]), str(stage.directory / "resumed" / f"v{i + 1}"))
+        for i in range(half, trainers.NUM_STEPS)
+    ]
     assert_equal(stage, "resumed", stage.alone[:half] + rest)
 
 

@@ -1,4 +1,4 @@
-"""Training and inference workers as processes: what happens between them when leases are taken back or a worker is gone."""
+"""Training and inference workers as processes: between them, and when leases are taken back or a worker is gone."""
 
 import time
 
@@ -16,10 +16,12 @@ from worker_harness import Harness  # noqa: E402
 from dynarl import wire  # noqa: E402
 from dynarl.config.schema import Algorithm  # noqa: E402
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    """Directory, model, scored batches, two training workers. The first test wants them fresh, the last one kills one of them."""
+    """Directory, model, scored batches, two training workers. The first test wants them fresh, the last kills one."""
     directory = tmp_path_factory.mktemp("workers")
     model_dir = write_model(str(directory / "v0"), vocab_size=trainers.VOCAB + 1)
     batches = trainers.recorded()[:2]
@@ -47,12 +49,12 @@ def test_a_call_out_of_order_says_what_is_missing(stage):
 
 def test_tensor_parallel_workers_agree_on_what_was_cancelled_though_they_hear_of_it_at_different_times(stage):
     directory, model_dir, batches, workers = stage
-    fleet = trainers.Fleet(workers, 2, model_dir, tp=2)
+    trainers.Fleet(workers, 2, model_dir, tp=2)
     trainers.together(workers, "begin", step=0, loss="grpo")
     leader, follower = workers
-    leases = {lease: batches[0][3 * lease:3 * lease + 3] for lease in range(4)}
-    # The leader has been told to give two back before the follower has seen any. It can be past the first lease no earlier than
-    # the follower, so those two are always untouched.
+    leases = {lease: batches[0][3 * lease : 3 * lease + 3] for lease in range(4)}
+    # The leader has been told to give two back before the follower has seen any. It can be past the first lease no
+    # earlier than the follower, so those two are always untouched.
     for lease, samples in leases.items():
         leader.post("train", lease=lease, samples=samples)
     cancelled, drained = leader.post("cancel", leases=[1, 3]), leader.post("drain")
@@ -91,7 +93,17 @@ def test_models_that_differ_are_not_added_up(stage):
     settings = msgspec.to_builtins(trainers.config())
     store = workers[0].call("serve_store", host="127.0.0.1")
     for rank, path in enumerate([model_dir, other]):
-        workers[rank].call("build", config=settings, store=store, world=f"w{rank}", rank=0, size=1, owner=rank == 0, model_dir=path, version=0)
+        workers[rank].call(
+            "build",
+            config=settings,
+            store=store,
+            world=f"w{rank}",
+            rank=0,
+            size=1,
+            owner=rank == 0,
+            model_dir=path,
+            version=0,
+        )
     trainers.together(workers, "join_reduction", [dict(rank=0), dict(rank=1)], store=store, name="r", size=2)
     posted = [worker.post("reduce", members=[[0, 1]]) for worker in workers]
     for worker, call in zip(workers, posted):
@@ -134,8 +146,17 @@ def test_logprobs_of_two_tensor_parallel_inference_workers_equal_those_of_one(tm
             settings.training.tp = tp
             config = msgspec.to_builtins(settings)
             some = workers[:tp]
-            trainers.together(some, "build", [dict(rank=r) for r in range(tp)], config=config, store=store, world=f"w{tp}", size=tp,
-                              model_dir=model_dir, version=0)
+            trainers.together(
+                some,
+                "build",
+                [dict(rank=r) for r in range(tp)],
+                config=config,
+                store=store,
+                world=f"w{tp}",
+                size=tp,
+                model_dir=model_dir,
+                version=0,
+            )
             trainers.together(some, "logprobs", lease=7, samples=batch)
             scored = [worker.wait_event("scored") for worker in some]
             assert all(answer["ref_logprobs"] is None and answer["lease"] == 7 for answer in scored)

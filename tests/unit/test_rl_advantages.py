@@ -15,7 +15,7 @@ def test_a_right_and_a_wrong_answer_have_opposite_advantages():
 
 
 def test_equal_rewards_that_are_not_binary_fractions_give_exact_zeros():
-    # sum([0.1] * 10) / 10 is not 0.1 in floating point; dividing by the tiny deviation would make advantages of order 1.
+    # sum([0.1] * 10) / 10 is not 0.1 in floating point; dividing by so tiny a deviation would blow the error up.
     assert group_advantages([0.1] * 10) == [0.0] * 10
     assert is_flat([0.1] * 10) and not is_flat([0.1, 0.1, 0.2])
 

@@ -14,7 +14,9 @@ class Record:
 
     def __init__(self):
         self.runs, self.done = [], []
-        self.queue = LeaseQueue(lambda batch: self.runs.append(len(batch)) or len(batch), lambda *what: self.done.append(what))
+        self.queue = LeaseQueue(
+            lambda batch: self.runs.append(len(batch)) or len(batch), lambda *what: self.done.append(what)
+        )
 
     def work(self):
         return self.queue.work(1000, None)

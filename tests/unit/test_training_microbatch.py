@@ -24,7 +24,10 @@ def test_each_response_token_is_predicted_from_the_position_before_it():
 
 
 def test_values_per_token_survive_the_way_there_and_back():
-    samples = [dict(s, old_logprobs=pack_floats([-0.5 - i - j for j in range(len(s["response"]) // 4)])) for i, s in enumerate(SAMPLES)]
+    samples = [
+        dict(s, old_logprobs=pack_floats([-0.5 - i - j for j in range(len(s["response"]) // 4)]))
+        for i, s in enumerate(SAMPLES)
+    ]
     batch = microbatch.collate(samples, CPU)
     values = microbatch.per_token(samples, "old_logprobs", CPU)
     assert values.tolist() == [-0.5, -1.5, -1.5, -2.5, -3.5, -4.5]

@@ -1,4 +1,4 @@
-"""The trainer in this process, alone in its torch world. How several of them share the work is tested in tests/integration."""
+"""The trainer in this process, alone in its torch world. tests/integration has several of them share the work."""
 
 import random
 
@@ -31,14 +31,27 @@ def model_dir(tmp_path_factory):
 
 
 def build(model_dir, owner=True, dtype="float32", algorithm=None, **training):
-    return Trainer(Config(model=Model(dtype=dtype), training=Training(**training), algorithm=Algorithm(**(algorithm or {}))), model_dir, CPU, owner)
+    return Trainer(
+        Config(model=Model(dtype=dtype), training=Training(**training), algorithm=Algorithm(**(algorithm or {}))),
+        model_dir,
+        CPU,
+        owner,
+    )
 
 
 def sample(name, length=20, advantage=1.0, weight=1.0, seed=0, logprob=-3.9):
     draw = random.Random(f"{name}{seed}")
     ids = lambda n: wire.pack_ids([draw.randrange(48) for _ in range(n)])  # noqa: E731
     logprobs = wire.pack_floats([logprob] * length)
-    return dict(sample=name, prompt=ids(6), response=ids(length), rollout_logprobs=logprobs, old_logprobs=logprobs, advantage=advantage, weight=weight)
+    return dict(
+        sample=name,
+        prompt=ids(6),
+        response=ids(length),
+        rollout_logprobs=logprobs,
+        old_logprobs=logprobs,
+        advantage=advantage,
+        weight=weight,
+    )
 
 
 def weights_of(trainer):
@@ -96,12 +109,16 @@ def test_the_gradient_norm_is_that_of_the_mean_over_all_tokens_and_is_clipped(mo
     flat, _ = gradients(trainer, [sample("a")])
     before = weights_of(trainer)
     assert trainer.step(50, 1e-3) == pytest.approx(flat.norm().item() / 50, rel=1e-4)
-    # Adam's first step does not depend on the scale of the gradient until it drowns in eps: 1e-6 spread over 65000 numbers does.
+    # Adam's first step is the same for any scale of the gradient until it drowns in eps: 1e-6 over 65000 numbers does.
     moved = max((value - before[name]).abs().max().item() for name, value in weights_of(trainer).items())
     unclipped = build(model_dir, clip_grad=0.0)
     gradients(unclipped, [sample("a")])
     unclipped.step(50, 1e-3)
-    assert moved < 0.95e-3 < max((value - before[name]).abs().max().item() for name, value in weights_of(unclipped).items())
+    assert (
+        moved
+        < 0.95e-3
+        < max((value - before[name]).abs().max().item() for name, value in weights_of(unclipped).items())
+    )
 
 
 def test_supervised_steps_lower_the_loss(model_dir):
@@ -135,7 +152,7 @@ def test_bfloat16_weights_are_stepped_in_float32(model_dir):
         trainer.step(20, 1e-3)
     after = trainer.params["decoder.final_layernorm.weight"]
     assert after.dtype == torch.bfloat16
-    # One step moves a weight near 1 by 1e-3, and the spacing of bfloat16 there is 4e-3 to 8e-3: alone it would round away.
+    # One step moves a weight near 1 by 1e-3, where bfloat16 numbers are 4e-3 to 8e-3 apart: alone it would round away.
     assert (after - before).abs().max() > 8e-3
     trainer.load(model_dir)
     trainer.begin("grpo")

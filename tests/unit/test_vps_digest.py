@@ -33,7 +33,9 @@ def test_only_the_data_section_of_the_file_counts(tmp_path):
 def test_weights_split_over_files_are_taken_in_the_order_of_their_names(tmp_path):
     write(tmp_path / "b.safetensors", {}, b"world")
     write(tmp_path / "a.safetensors", {}, b"hello ")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}})
+    )
     assert digest_weights(tmp_path) == digest_chunks([b"hello world"])
 
 

@@ -7,9 +7,18 @@ from hypothesis import strategies as st
 from dynarl.vps.hf_megatron import Arch, ModelError, hf_shapes, is_replicated, shards, vocab_range
 
 QWEN2 = {
-    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "vocab_size": 49, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "max_position_embeddings": 128, "hidden_act": "silu",
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 49,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
 }
 
 
@@ -18,10 +27,25 @@ def layouts(draw):
     """An architecture and a tensor-parallel size that it divides by."""
     tp = draw(st.sampled_from([1, 2, 3, 4]))
     kv_heads = tp * draw(st.integers(1, 2))
-    family, (bias, norm) = draw(st.sampled_from([("qwen2", (True, False)), ("llama", (False, False)), ("qwen3", (False, True))]))
-    arch = Arch(family, draw(st.integers(1, 2)), draw(st.integers(1, 9)), kv_heads * draw(st.integers(1, 3)), kv_heads,
-                draw(st.integers(1, 4)), tp * draw(st.integers(1, 5)), draw(st.integers(1, 13)), draw(st.booleans()),
-                1e4, 1e-6, 64, bias, norm)
+    family, (bias, norm) = draw(
+        st.sampled_from([("qwen2", (True, False)), ("llama", (False, False)), ("qwen3", (False, True))])
+    )
+    arch = Arch(
+        family,
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 9)),
+        kv_heads * draw(st.integers(1, 3)),
+        kv_heads,
+        draw(st.integers(1, 4)),
+        tp * draw(st.integers(1, 5)),
+        draw(st.integers(1, 13)),
+        draw(st.booleans()),
+        1e4,
+        1e-6,
+        64,
+        bias,
+        norm,
+    )
     return arch, tp
 
 
@@ -64,7 +88,11 @@ def test_only_norms_are_replicated():
 def test_a_query_group_is_laid_out_as_its_queries_then_key_then_value():
     arch = Arch.from_config(QWEN2)
     qkv = next(s for s in shards(arch, 2, 1) if s.name == "decoder.layers.0.self_attention.linear_qkv.weight")
-    assert [(s.tensor.split(".")[-2], s.start, s.stop) for s in qkv.slices] == [("q_proj", 32, 64), ("k_proj", 16, 32), ("v_proj", 16, 32)]
+    assert [(s.tensor.split(".")[-2], s.start, s.stop) for s in qkv.slices] == [
+        ("q_proj", 32, 64),
+        ("k_proj", 16, 32),
+        ("v_proj", 16, 32),
+    ]
     assert qkv.shape == (64, 64)
 
 
@@ -81,9 +109,17 @@ def test_sizes_that_do_not_divide_are_named():
         shards(Arch.from_config(QWEN2), 4, 0)
 
 
-@pytest.mark.parametrize("change", [
-    {"model_type": "gpt2"}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {"use_sliding_window": True},
-    {"hidden_act": "gelu"}, {"model_type": "llama", "attention_bias": True}, {"model_type": "llama", "mlp_bias": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gpt2"},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"use_sliding_window": True},
+        {"hidden_act": "gelu"},
+        {"model_type": "llama", "attention_bias": True},
+        {"model_type": "llama", "mlp_bias": True},
+    ],
+)
 def test_what_cannot_be_built_is_refused_by_name(change):
     with pytest.raises(ModelError, match=f"{list(change)[-1]}|rope_type"):
         Arch.from_config(QWEN2 | change)

@@ -1,7 +1,7 @@
-"""Inference worker: old log-probabilities of finished answers, and those of the reference model, under the trainer's numerics.
+"""Inference worker: log-probabilities of finished answers, old and reference, under the trainer's numerics.
 
-It runs the trainer's model and the trainer's forward pass without gradients. The ratio of the first optimizer step of a batch is
-therefore 1 up to rounding, whatever the rollout engine's numerics are.
+It runs the trainer's model and the trainer's forward pass without gradients. The ratio of the first optimizer step of a
+batch is therefore 1 up to rounding, whatever the rollout engine's numerics are.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ class InferenceWorker(Worker):
             self._store, self._address = torch_world.serve_store(host)
         return self._address
 
-    def do_build(self, config: dict[str, Any], store: str, world: str, rank: int, size: int, model_dir: str, version: int) -> dict[str, str]:
-        """Join torch world `world` and build the shard of this rank. All its ranks must be called at about the same time."""
+    def do_build(
+        self, config: dict[str, Any], store: str, world: str, rank: int, size: int, model_dir: str, version: int
+    ) -> dict[str, str]:
+        """Join torch world `world` and build the shard of this rank. All ranks of the world must be called together."""
         settings = msgspec.convert(config, Config)
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
@@ -88,7 +90,7 @@ class InferenceWorker(Worker):
         self._queue.add(lease, samples)
 
     def do_cancel(self, leases: list[Lease]) -> list[Lease]:
-        """Give back leases that have not been started; ask all workers of a replica and go by the answer of its first."""
+        """Give back leases not yet started; ask all workers of a replica and go by the answer of its first."""
         return self._queue.cancel(leases)
 
     def do_drain(self) -> list[Lease]:

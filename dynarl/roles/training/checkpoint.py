@@ -4,9 +4,9 @@
     DIR/optimizer/tp0-dp1.json     which elements of which parameter this shard covers, number of steps, sizes
     DIR/optimizer/tp0-dp1.safetensors
 
-The distributed optimizer gives each data-parallel rank a range of every parameter's flat elements. The ranges are written down, so
-a run may be restored with another number of owners; the tensor-parallel size must be the same. Files appear by rename; whoever
-asked for the checkpoint marks it complete once every owner has answered.
+The distributed optimizer gives each data-parallel rank a range of every parameter's flat elements. The ranges are
+written down, so a run may be restored with another number of owners; the tensor-parallel size must be the same. Files
+appear by rename; whoever asked for the checkpoint marks it complete once every owner has answered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CheckpointError(RuntimeError):
 
 
 class Owned(NamedTuple):
-    """The part of parameter `name` that this rank's optimizer holds: flat elements start:stop of `numel`, stepped on as `main`."""
+    """What this rank's optimizer holds of parameter `name`: flat elements start:stop of `numel`, stepped as `main`."""
 
     name: str
     start: int
@@ -63,7 +63,7 @@ def save(trainer: Any, directory: str) -> None:
 
 @torch.no_grad()
 def restore(trainer: Any, directory: str) -> None:
-    """Take weights and optimizer state; all owners must call. Raises CheckpointError where they do not fit or are not all there."""
+    """Take weights and optimizer state; all owners must call. Raises CheckpointError if they do not fit in here."""
     tp, rank = trainer.groups.tp.size(), trainer.groups.tp.rank()
     trainer.load(os.path.join(directory, "model"))
     root = Path(directory) / "optimizer"
@@ -74,7 +74,9 @@ def restore(trainer: Any, directory: str) -> None:
         if about["tp"] != tp:
             raise CheckpointError(f"{path} was written with tensor-parallel size {about['tp']}, this trainer has {tp}")
         if about["dp"] != len(described):
-            raise CheckpointError(f"{root} holds {len(described)} of the {about['dp']} shards of tensor-parallel rank {rank}")
+            raise CheckpointError(
+                f"{root} holds {len(described)} of the {about['dp']} shards of tensor-parallel rank {rank}"
+            )
     with _open_all(described) as shards:
         for optimizer in _optimizers(trainer):
             for part in _owned(optimizer, trainer.params):
@@ -95,7 +97,9 @@ def _fill(adam: torch.optim.Optimizer, part: Owned, shards: Any) -> None:
             continue
         covered += high - low
         for key, target in (("main", part.main), *state.items()):
-            target[low - part.start : high - part.start] = file.get_slice(f"{part.name}:{key}")[low - start : high - start]
+            target[low - part.start : high - part.start] = file.get_slice(f"{part.name}:{key}")[
+                low - start : high - start
+            ]
     if covered != part.stop - part.start:
         raise CheckpointError(f"{part.name}: the shards cover {covered} of {part.stop - part.start} elements")
     steps = next(iter(shards.values()))[0]["steps"]
@@ -116,8 +120,10 @@ def _optimizers(trainer: Any) -> list[Any]:
 
 def _owned(optimizer: Any, params: dict[str, torch.Tensor]) -> Iterator[Owned]:
     names = {id(param): name for name, param in params.items()}
-    kinds = ((optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-             (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups))
+    kinds = (
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+    )
     for model_groups, main_groups in kinds:
         for models, mains in zip(model_groups, main_groups):
             for param, main in zip(models, mains):
@@ -136,7 +142,9 @@ class _open_all:
         self._described = described
 
     def __enter__(self) -> dict[Path, tuple[dict[str, Any], Any]]:
-        self._files = {path: safe_open(path.with_suffix(".safetensors"), framework="pt").__enter__() for path in self._described}
+        self._files = {
+            path: safe_open(path.with_suffix(".safetensors"), framework="pt").__enter__() for path in self._described
+        }
         return {path: (about, self._files[path]) for path, about in self._described.items()}
 
     def __exit__(self, *error: object) -> None:

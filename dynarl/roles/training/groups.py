@@ -1,7 +1,7 @@
 """The process groups of one model, given to Megatron explicitly.
 
-Ranks of a world are laid out tensor-parallel first: rank = tp_rank + tp * dp_rank. Pipeline, context and expert parallelism
-are of size 1, so their groups hold one rank. Nothing here touches Megatron's global `parallel_state`.
+Ranks of a world are laid out tensor-parallel first: rank = tp_rank + tp * dp_rank. Pipeline, context and expert
+parallelism are of size 1, so their groups hold one rank. Nothing here touches Megatron's global `parallel_state`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,29 @@ def build_groups(tp: int) -> ProcessGroupCollection:
     data = group(list(range(rank % tp, world, tp)))
     alone = group([rank])
     kinds = {
-        "tp": tensor, "mp": tensor, "tp_cp": tensor, "tp_ep": tensor, "tp_ep_pp": tensor,
-        "tp_ep_pp_with_egtp_remat": tensor, "expt_tp": tensor,
-        "dp": data, "dp_cp": data, "intra_dp_cp": data, "dp_cp_gtp_remat": data,
-        "expt_dp": data, "intra_expt_dp": data, "expt_dp_gtp_remat": data,
-        "pp": alone, "cp": alone, "ep": alone, "embd": alone, "pos_embd": alone,
-        "tp_dp_cp": everyone, "intra_dist_opt": everyone,
-        "hcp": None, "inter_dist_opt": None,
+        "tp": tensor,
+        "mp": tensor,
+        "tp_cp": tensor,
+        "tp_ep": tensor,
+        "tp_ep_pp": tensor,
+        "tp_ep_pp_with_egtp_remat": tensor,
+        "expt_tp": tensor,
+        "dp": data,
+        "dp_cp": data,
+        "intra_dp_cp": data,
+        "dp_cp_gtp_remat": data,
+        "expt_dp": data,
+        "intra_expt_dp": data,
+        "expt_dp_gtp_remat": data,
+        "pp": alone,
+        "cp": alone,
+        "ep": alone,
+        "embd": alone,
+        "pos_embd": alone,
+        "tp_dp_cp": everyone,
+        "intra_dist_opt": everyone,
+        "hcp": None,
+        "inter_dist_opt": None,
     }
     known = {field.name for field in fields(ProcessGroupCollection)}
     return ProcessGroupCollection(**{name: value for name, value in kinds.items() if name in known})

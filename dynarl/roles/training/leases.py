@@ -1,10 +1,11 @@
 """Work handed to a worker, done one micro-batch at a time in the order in which it arrived.
 
-A lease is a set of samples that is either worked off completely or given back untouched: once its first micro-batch has run it
-will be finished. That is what makes "trained exactly once" a fact and not a hope.
+A lease is a set of samples that is either worked off completely or given back untouched: once its first micro-batch has
+run it will be finished. That is what makes "trained exactly once" a fact and not a hope.
 
-Where a replica spans several tensor-parallel workers, all of them must run the same leases, though they hear of a cancellation
-at different moments. The first of them decides: before each lease it tells the others whether to run or to drop it.
+Where a replica spans several tensor-parallel workers, all of them must run the same leases, though they hear of a
+cancellation at different moments. The first of them decides: before each lease it tells the others whether to run or to
+drop it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Lease = int | str
 
 
 class LeaseQueue:
-    """`run(samples)` does one micro-batch and returns its result; `done(lease, results)` is called when a lease is finished."""
+    """`run(samples)` does one micro-batch and returns its result; `done(lease, results)` follows a lease's last one."""
 
     def __init__(self, run: Callable[[Sequence[Sample]], Any], done: Callable[[Lease, list[Any]], None]):
         self._run, self._done = run, done
@@ -46,7 +47,7 @@ class LeaseQueue:
         return given_back
 
     def work(self, cap_tokens: int, group: dist.ProcessGroup | None) -> bool:
-        """Run one micro-batch. Returns whether there is more to do. `group`: the tensor-parallel ranks of this replica."""
+        """Run one micro-batch. Returns whether there is more to do. group: the tensor-parallel ranks of the replica."""
         if self._lease is None and not self._start_next(cap_tokens, group):
             return False
         self._results.append(self._run(self._batches.popleft()))

@@ -1,7 +1,7 @@
 """Log-probability of one token per row when the vocabulary is split over tensor-parallel ranks.
 
-log p(t) = z_t - m - log(sum_v exp(z_v - m)) with m = max_v z_v; m, the sum and z_t are reduced over the ranks, the logits are
-never gathered. The gradient d log p(t) / d z_v = [v = t] - p(v) is local to each rank.
+log p(t) = z_t - m - log(sum_v exp(z_v - m)) with m = max_v z_v; m, the sum and z_t are reduced over the ranks, the
+logits are never gathered. The gradient d log p(t) / d z_v = [v = t] - p(v) is local to each rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every name of Megatron-core that this project uses, imported in one place so that `megatron_cpu.install()` always comes first."""
+"""Every name of Megatron-core that this project uses, in one place so that `megatron_cpu.install()` comes first."""
 
 # ruff: noqa: E402, F401
 import logging
@@ -6,8 +6,8 @@ import warnings
 
 from dynarl.roles.training import megatron_cpu
 
-# Megatron announces in every process that Transformer Engine and Apex are absent, that GPTModel will be replaced one day, and its
-# whole configuration. A worker's log should begin with something useful.
+# Megatron announces in every process that Transformer Engine and Apex are absent, that GPTModel will be replaced one
+# day, and its whole configuration. A worker's log should begin with something useful.
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)

@@ -1,13 +1,14 @@
 """What Megatron-core needs to run on a machine without CUDA. Call `install()` before the first `import megatron`.
 
-Megatron-core 0.19 takes a CUDA device for granted. Three things answer that, and none of them touches torch's own code paths:
+Megatron-core 0.19 takes a CUDA device for granted. Three things answer that, none of which changes how torch computes:
 
 - `torch.cuda.current_device()` names the CPU, and the calls that would start a CUDA context do nothing;
-- optimizer code writes `device="cuda"` and compares `tensor.type()` with "torch.cuda.FloatTensor": `host_tensors()` answers
-  such calls for as long as it is entered;
+- optimizer code writes `device="cuda"` and compares `tensor.type()` with "torch.cuda.FloatTensor": `host_tensors()`
+  answers such calls for as long as it is entered;
 - modules for what this project does not use are left out, and what Megatron can do without is kept from it while it is
-  imported: triton (1 GB installed), the compiler, DTensor and sympy. A training worker is ready after 1.4 s of CPU instead of
-  2.3 s (torch alone takes 1.05 s) and has 275 MB resident instead of 365 MB, which counts with many of them on a node.
+  imported: triton (1 GB installed), the compiler, DTensor and sympy. A training worker is ready after 1.4 s of CPU
+  instead of 2.3 s (torch alone takes 1.05 s) and has 275 MB resident instead of 365 MB, which counts with many of them
+  on a node.
 
 Where CUDA is there, `install()` does nothing and `host_tensors()` is empty.
 """
@@ -19,15 +20,15 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 HOST = torch.device("cpu")
 
-# Left out for good. Each is imported at module level by something that is needed, and is itself needed only for mixtures of
-# experts, fully sharded models, Megatron's own checkpoints and models of several modalities.
+# Left out for good. Each is imported at module level by something that is needed, and is itself needed only for
+# mixtures of experts, fully sharded models, Megatron's own checkpoints and models of several modalities.
 ABSENT = (
     "megatron.core.dist_checkpointing.serialization",
     "megatron.core.dist_checkpointing.strategies",
@@ -67,10 +68,11 @@ def install() -> None:
 
 
 def leave_out_compiler() -> None:
-    """Put a stand-in where `torch._dynamo` would be imported. For worker processes only: nothing can be compiled afterwards.
+    """Put a stand-in in the place of `torch._dynamo`. For worker processes only: nothing can be compiled afterwards.
 
-    torch's optimizers call its `graph_break` at every step, which does nothing outside compiled code; importing the compiler
-    for that costs a worker up to 1 s of CPU and 85 MB. Nothing is changed where there is CUDA or the compiler is there already.
+    torch's optimizers call its `graph_break` at every step, which does nothing outside compiled code; importing the
+    compiler for that costs a worker up to 1 s of CPU and 85 MB. Nothing is changed where there is CUDA or the compiler
+    is there already.
     """
     if torch.cuda.is_available() or "torch._dynamo" in sys.modules:
         return
@@ -83,7 +85,7 @@ def leave_out_compiler() -> None:
 
 
 def host_tensors() -> contextlib.AbstractContextManager:
-    """While entered, tensors that are asked for on "cuda" are made on the CPU, and CPU tensors call themselves CUDA ones."""
+    """While entered, tensors asked for on "cuda" are made on the CPU, and CPU tensors call themselves CUDA ones."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _HostTensors()
 
 
@@ -103,7 +105,7 @@ class _HostTensors(TorchFunctionMode):
 
 
 class _Absent(types.ModuleType):
-    """A module whose every name is a class that cannot be made: good for annotations, isinstance and imports, for nothing else."""
+    """A module whose every name is a class without instances: enough for imports, annotations and isinstance."""
 
     __path__: list[str] = []
 

@@ -1,8 +1,8 @@
 """From trajectories as they come off the wire to the tensors of one forward pass.
 
-A row holds prompt and response without the last token, padded at its end. The log-probability of response token j is made at
-position num_prompt + j - 1; those positions are `picks`. Masks follow from lengths alone, never from a padding id.
-Shapes: B samples, S positions, N response tokens of all samples, sample after sample.
+A row holds prompt and response without the last token, padded at its end. The log-probability of response token j is
+made at position num_prompt + j - 1; those positions are `picks`. Masks follow from lengths alone, never from a padding
+id. Shapes: B samples, S positions, N response tokens of all samples, sample after sample.
 """
 
 from __future__ import annotations

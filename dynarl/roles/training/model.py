@@ -28,7 +28,9 @@ class CausalAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
         """query [S, B, heads, D], key and value [S, B, kv_heads, D] -> [S, B, heads * D]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -86,11 +88,13 @@ def build_model(arch: Arch, groups: ProcessGroupCollection, dtype: str) -> GPTMo
 def picked_logits(model: GPTModel, tokens_BS: Tensor, picks_N: Tensor) -> Tensor:
     """Logits [N, V] in float32 at flat positions `picks_N` (position * B + sequence) of `tokens_BS`.
 
-    Megatron's own forward projects every position; the prompt's logits are never used, so only the picked ones are made.
+    Megatron's own forward projects every position. The prompt's logits are never used, so they are not made here.
     """
     positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     hidden_SBH = model.embedding(input_ids=tokens_BS, position_ids=positions)
-    hidden_SBH = model.decoder(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(tokens_BS.shape[1]))
+    hidden_SBH = model.decoder(
+        hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(tokens_BS.shape[1])
+    )
     hidden_N1H = hidden_SBH.flatten(0, 1).index_select(0, picks_N).unsqueeze(1)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     return model.output_layer(hidden_N1H, weight=weight)[0].squeeze(1).float()

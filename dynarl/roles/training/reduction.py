@@ -6,8 +6,8 @@ With members [root, a, b, c, d]::
     round 2   b -> root
     round 4   d -> root
 
-The tree, and with it the order of the additions, depends on the member list alone. Only members take part; the group is not
-registered with torch, so a worker that comes or goes costs a new group and no new world.
+The tree, and with it the order of the additions, depends on the member list alone. Only members take part; the group is
+not registered with torch, so a worker that comes or goes costs a new group and no new world.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHUNK_ELEMENTS = 4 << 20
 def tree_sum(buffers: Sequence[Tensor], members: Sequence[int], group: dist.ProcessGroup, layout: int) -> None:
     """Add the flat `buffers` of all members into those of members[0]; everybody else's are zeroed afterwards.
 
-    members: ranks in `group`, this one among them. layout: a number that is equal where the buffers mean the same; members that
-    disagree raise ValueError instead of adding apples to pears.
+    members: ranks in `group`, this one among them. layout: a number that is equal where the buffers mean the same;
+    members that disagree raise ValueError instead of adding apples to pears.
     """
     position = list(members).index(group.rank())
     step = 1
@@ -49,7 +49,9 @@ def _greet(buffers: Sequence[Tensor], peer: int, group: dist.ProcessGroup, layou
     for sends in (first, not first):
         (group.send([mine], peer, 0) if sends else group.recv([theirs], peer, 0)).wait()
     if not torch.equal(mine, theirs):
-        raise ValueError(f"gradient buffers of reduction rank {peer} are laid out as {theirs.tolist()}, mine as {mine.tolist()}")
+        raise ValueError(
+            f"gradient buffers of reduction rank {peer} are laid out as {theirs.tolist()}, mine as {mine.tolist()}"
+        )
 
 
 def _send(buffers: Sequence[Tensor], peer: int, group: dist.ProcessGroup, layout: int) -> None:

@@ -17,8 +17,10 @@ def compute_device(kind: str) -> torch.device:
     """`kind`: "cpu" or "cuda". The agent shows each worker one GPU only. Raises RuntimeError if there is none."""
     if kind == "cpu":
         if torch.cuda.is_available():
-            raise RuntimeError("cluster.device is cpu but this worker sees a GPU, and Megatron would use it; "
-                               "start the worker with an empty CUDA_VISIBLE_DEVICES")
+            raise RuntimeError(
+                "cluster.device is cpu but this worker sees a GPU, and Megatron would use it; "
+                "start the worker with an empty CUDA_VISIBLE_DEVICES"
+            )
         # Several workers share a node: a thread pool in each would only add switches.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return torch.device("cpu")
@@ -29,7 +31,7 @@ def compute_device(kind: str) -> torch.device:
 
 
 def serve_store(host: str | None = None) -> tuple[dist.TCPStore, str]:
-    """Open a key-value store on a free port. Returns it and its address, "host:port". It lives as long as the object."""
+    """Open a key-value store on a free port. Returns it, which keeps it open, and its address, "host:port"."""
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     return store, f"{host or os.environ.get('DYNARL_HOST') or socket.gethostname()}:{store.port}"
 
@@ -55,7 +57,7 @@ def leave_world() -> None:
 
 
 def standalone_group(store: dist.Store, name: str, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
-    """A process group outside the torch world: its members may belong to different worlds, or change world, meanwhile."""
+    """A process group outside the torch world: its members may belong to different worlds, or change theirs."""
     prefixed = dist.PrefixStore(name, store)
     if device.type == "cuda":
         return dist.ProcessGroupNCCL(prefixed, rank, size, TIMEOUT)

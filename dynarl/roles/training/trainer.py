@@ -1,7 +1,8 @@
 """One model replica's shard on one device: gradients of micro-batches, and for owners the optimizer.
 
-Owners and borrowed workers hold the same model and the same flat gradient buffers. An owner has the optimizer state as well;
-a borrowed worker's sums are added into an owner's buffers before the step (see reduction.py) and it keeps nothing.
+Owners and borrowed workers hold the same model and the same flat gradient buffers. An owner has the optimizer state as
+well; a borrowed worker's sums are added into an owner's buffers before the step (see reduction.py) and it keeps
+nothing.
 
 Gradients are those of a SUM over tokens and stay so until `step` divides once by the token count of the whole batch.
 """
@@ -97,7 +98,7 @@ class Trainer:
         self.ddp.zero_grad_buffer()
 
     def gradient_buffers(self) -> list[Tensor]:
-        """The flat float32 gradient sums, without the padding at the end, whose size depends on the number of owners."""
+        """The flat float32 gradient sums, without the padding behind them: its size depends on the owners."""
         return [buffer.grad_data[: buffer.numel_unpadded] for buffer in self.ddp.buffers]
 
     def train(self, samples: Sequence[microbatch.Sample]) -> dict[str, float]:
@@ -117,8 +118,9 @@ class Trainer:
         values = torch.stack([value.float() for value in stats.values()]).tolist()
         return dict(zip(stats, values)) | {"samples": len(samples), "padded_tokens": batch.tokens_BS.numel()}
 
-    def _policy_loss(self, samples: Sequence[microbatch.Sample], batch: microbatch.MicroBatch, logprobs_N: Tensor,
-                     weight_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_loss(
+        self, samples: Sequence[microbatch.Sample], batch: microbatch.MicroBatch, logprobs_N: Tensor, weight_N: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm = self.config.algorithm
         old_N = microbatch.per_token(samples, "old_logprobs", self.device)
         loss, stats = policy_loss(
@@ -131,7 +133,9 @@ class Trainer:
             ref_logprobs=microbatch.per_token(samples, "ref_logprobs", self.device) if algorithm.kl_loss_coef else None,
             kl_coef=algorithm.kl_loss_coef,
         )
-        difference_N = (old_N.exp() - microbatch.per_token(samples, "rollout_logprobs", self.device).exp()).abs() * weight_N
+        difference_N = (
+            old_N.exp() - microbatch.per_token(samples, "rollout_logprobs", self.device).exp()
+        ).abs() * weight_N
         stats["rollout_probs_diff"] = difference_N.sum()
         stats["rollout_probs_diff_max"] = difference_N.max() if len(difference_N) else difference_N.sum()
         return loss, stats
@@ -161,7 +165,7 @@ class Trainer:
         return norm
 
     def sleep(self) -> None:
-        """Free the GPU's memory between two batches: weights and optimizer state move to the host, gradients are dropped.
+        """Free the GPU's memory between two batches: weights and optimizer state move to the host, gradients are lost.
 
         Nothing to do on the CPU. With float32 weights the optimizer steps on views of them, so only they move.
         """

@@ -31,13 +31,18 @@ def small_files(model_dir: str | os.PathLike[str]) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in sorted(Path(model_dir).iterdir())
-        if path.is_file() and ".safetensors" not in path.name and not path.name.startswith(".")
-        and path.suffix not in (".bin", ".pt", ".tmp") and path.stat().st_size < SMALL_FILE_BYTES
+        if path.is_file()
+        and ".safetensors" not in path.name
+        and not path.name.startswith(".")
+        and path.suffix not in (".bin", ".pt", ".tmp")
+        and path.stat().st_size < SMALL_FILE_BYTES
     }
 
 
 @torch.no_grad()
-def load_shard(params: Mapping[str, torch.Tensor], arch: Arch, model_dir: str | os.PathLike[str], tp: int, rank: int) -> None:
+def load_shard(
+    params: Mapping[str, torch.Tensor], arch: Arch, model_dir: str | os.PathLike[str], tp: int, rank: int
+) -> None:
     """Fill `params` (Megatron name -> parameter) of one rank in place. Only the bytes of this rank are read.
 
     Raises ValueError where the checkpoint lacks a tensor or has one of another shape.
@@ -55,8 +60,13 @@ def load_shard(params: Mapping[str, torch.Tensor], arch: Arch, model_dir: str | 
             target.narrow(shard.axis, at, shard.shape[shard.axis] - at).zero_()
 
 
-def export(params: Mapping[str, torch.Tensor], arch: Arch, files: Mapping[str, bytes], model_dir: str | os.PathLike[str],
-           group: dist.ProcessGroup) -> None:
+def export(
+    params: Mapping[str, torch.Tensor],
+    arch: Arch,
+    files: Mapping[str, bytes],
+    model_dir: str | os.PathLike[str],
+    group: dist.ProcessGroup,
+) -> None:
     """Write the model of `group` (its tensor-parallel ranks) to `model_dir`; rank 0 writes, all ranks must call.
 
     The weights appear by a rename, last, so a reader never sees half a model.
@@ -80,7 +90,9 @@ def export(params: Mapping[str, torch.Tensor], arch: Arch, files: Mapping[str, b
     write_model(tensors, files, model_dir)
 
 
-def write_model(tensors: Mapping[str, torch.Tensor], files: Mapping[str, bytes], model_dir: str | os.PathLike[str]) -> None:
+def write_model(
+    tensors: Mapping[str, torch.Tensor], files: Mapping[str, bytes], model_dir: str | os.PathLike[str]
+) -> None:
     """Write a complete Hugging Face directory; the weights are renamed into place last."""
     directory = Path(model_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -124,11 +136,12 @@ class _Checkpoint:
         except Exception as error:
             raise ValueError(f"{self._dir / file} has no tensor {name}") from error
         if tuple(view.get_shape()) != shape:
-            raise ValueError(f"{self._dir / file}: {name} has shape {tuple(view.get_shape())}, config.json says {shape}")
+            raise ValueError(
+                f"{self._dir / file}: {name} has shape {tuple(view.get_shape())}, config.json says {shape}"
+            )
         return view[start:stop] if axis == 0 else view[:, start:stop]
 
 
 def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters by their Megatron name, wrappers left out."""
     return {name.removeprefix("module."): parameter for name, parameter in module.named_parameters()}
-

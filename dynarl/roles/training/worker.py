@@ -52,9 +52,18 @@ class TrainingWorker(Worker):
             self._store, self._address = torch_world.serve_store(host)
         return self._address
 
-    def do_build(self, config: dict[str, Any], store: str, world: str, rank: int, size: int, owner: bool, model_dir: str,
-                 version: int) -> dict[str, Any]:
-        """Join torch world `world` and build the shard of this rank. All its ranks must be called at about the same time."""
+    def do_build(
+        self,
+        config: dict[str, Any],
+        store: str,
+        world: str,
+        rank: int,
+        size: int,
+        owner: bool,
+        model_dir: str,
+        version: int,
+    ) -> dict[str, Any]:
+        """Join torch world `world` and build the shard of this rank. All ranks of the world must be called together."""
         settings = msgspec.convert(config, Config)
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
@@ -66,7 +75,9 @@ class TrainingWorker(Worker):
     def do_join_reduction(self, store: str, name: str, rank: int, size: int) -> None:
         """Join the group over which gradients of borrowed workers travel. A former one is left."""
         self._reduction = None
-        self._reduction = torch_world.standalone_group(torch_world.connect(store), name, rank, size, self.trainer.device)
+        self._reduction = torch_world.standalone_group(
+            torch_world.connect(store), name, rank, size, self.trainer.device
+        )
 
     def do_load(self, model_dir: str, version: int) -> dict[str, str]:
         self.trainer.load(model_dir)
@@ -80,7 +91,7 @@ class TrainingWorker(Worker):
         self._queue.add(lease, samples)
 
     def do_cancel(self, leases: list[Lease]) -> list[Lease]:
-        """Give back leases that have not been started; ask all workers of a replica and go by the answer of its first."""
+        """Give back leases not yet started; ask all workers of a replica and go by the answer of its first."""
         return self._queue.cancel(leases)
 
     def do_drain(self) -> list[Lease]:
