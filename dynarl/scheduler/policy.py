@@ -5,7 +5,8 @@ The rule, in three lines:
   while requests live); the nodes with the fewest requests leave first, because they have the least to hand over.
 - The other nodes share inference and training in proportion to the work that is left for each; a node changes only when
   its present role has nothing to hand out and the other has.
-- Nobody returns to rollout before the next iteration: on-policy data for it does not exist before the weights do.
+- Nobody returns to rollout before the next iteration: on-policy data for it does not exist before the weights do. Only when
+  a fault leaves requests behind and no rollout node is there, one returns.
 
 Static jobs use the same code with an empty set of choices.
 """
@@ -61,10 +62,15 @@ def start_roles(policy: Policy, home: dict[str, str]) -> dict[str, str]:
 
 def decide(policy: Policy, view: View) -> dict[str, str]:
     """The moves wanted now: {node: new role}. Empty: stay."""
-    moves = _leave_rollout(policy, view)
-    if not moves:
-        moves = _balance(view)
-    return moves
+    return _return_to_rollout(view) or _leave_rollout(policy, view) or _balance(view)
+
+
+def _return_to_rollout(view: View) -> dict[str, str]:
+    if not view.waiting or "rollout" in view.roles.values():
+        return {}
+    # Rather one that does not train: nothing that it has accumulated can be in the way.
+    able = sorted((view.roles[node] == "training", node) for node in view.roles if "rollout" in view.may[node])
+    return {node: "rollout" for _, node in able[:1]}
 
 
 def _leave_rollout(policy: Policy, view: View) -> dict[str, str]:
@@ -110,7 +116,7 @@ def _balance(view: View) -> dict[str, str]:
     for node, role in sorted(view.roles.items()):
         others = sum(r == role for n, r in view.roles.items() if n != node)
         if role == "inference" and "training" in view.may[node] and idle_scorers and view.to_train + view.training > 0:
-            # The last scorer stays while answers are still being generated, unless every generator could replace it.
+            # The last scorer stays while answers are still being generated: it will be needed again.
             if view.generating == 0 or others:
                 return {node: "training"}
         if role == "training" and "inference" in view.may[node] and idle_trainers and view.to_score > 0 \
