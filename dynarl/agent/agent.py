@@ -23,11 +23,13 @@ import zmq
 import zmq.asyncio
 
 from dynarl import keys, wire
+from dynarl.agent.gate import Gate
 from dynarl.agent.remapper import Remapper
 from dynarl.agent.supervisor import Supervisor, WorkerProcess
 from dynarl.agent.verifier import Verifier
 from dynarl.dataflow.store import Store
 from dynarl.rpc import Link
+from dynarl.scheduler.policy import ROLES
 from dynarl.wire import Trajectory
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class Agent:
         self._python: dict[str, Any] = {}
         self.active = home
         self._versions: dict[str, int] = {}  # role -> version of the weights in its workers
+        self._gate = Gate()
         self._plan: dict | None = None
         self._plan_ready = False
         self._last_heard = time.monotonic()
@@ -205,6 +208,11 @@ class Agent:
     async def on_generate(self, peer: str, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
                           holders: dict[str, str]) -> None:
         """Give requests ({sample, holder}) to the rollout workers here. `holders`: node -> address, for partial answers."""
+        async with self._gate.passing("a request"):
+            await self._submit(requests, split, temperature, seed, max_response_tokens, holders)
+
+    async def _submit(self, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
+                      holders: dict[str, str]) -> None:
         prompts = await self.verifier.prompts(split, [wire.prompt_of(r["sample"]) for r in requests])
         partial = await self._gather([(r["sample"], r["holder"]) for r in requests if r["holder"]], holders)
         load: dict[str, int] = defaultdict(int)
@@ -265,6 +273,11 @@ class Agent:
         await self._hand_out("training", "train", lease, device, samples, holders, width)
 
     async def _hand_out(self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int) -> None:
+        async with self._gate.passing("a lease"):
+            await self._hand_to_workers(role, method, lease, device, samples, holders, width)
+
+    async def _hand_to_workers(self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str],
+                               width: int) -> None:
         found = await self._gather([(s["sample"], s["holder"]) for s in samples], holders)
         payload = []
         for item in samples:
@@ -275,7 +288,7 @@ class Agent:
                 trajectory.old_logprobs = trajectory.rollout_logprobs
             payload.append(msgspec.to_builtins(trajectory, builtin_types=(bytes,)))
         names = [self.supervisor.name_of(role, d) for d in range(device, device + width)]
-        self._leases[lease] = {"workers": set(names), "left": set(names), "found": found}
+        self._leases[lease] = {"leader": names[0], "workers": set(names), "left": set(names), "found": found}
         await asyncio.gather(*(self._call_worker(name, method, lease=lease, samples=payload) for name in names))
 
     async def on_demonstrate(self, peer: str, lease: int, device: int, samples: list[dict], width: int) -> None:
@@ -283,7 +296,7 @@ class Agent:
         payload = [msgspec.to_builtins(Trajectory(f"0:{lease}:{i}", s["prompt"], s["response"], b"", b""), builtin_types=(bytes,))
                    for i, s in enumerate(samples)]
         names = [self.supervisor.name_of("training", d) for d in range(device, device + width)]
-        self._leases[lease] = {"workers": set(names), "left": set(names), "found": {}}
+        self._leases[lease] = {"leader": names[0], "workers": set(names), "left": set(names), "found": {}}
         await asyncio.gather(*(self._call_worker(name, "train", lease=lease, samples=payload) for name in names))
 
     def _lease_done(self, peer: str, lease: int, event: str, data: dict) -> None:
@@ -328,12 +341,17 @@ class Agent:
             link.spawn(link.serve())
         return self._peers[address]
 
-    async def on_halt(self, peer: str) -> None:
-        """Drop all work and all samples: the iteration starts again."""
+    async def on_halt(self, peer: str, role: str) -> None:
+        """Drop all work, all samples and any half-done change of roles; `role` is the active one from here on."""
+        await self._gate.close()
         await self.on_abort(peer)
         self._leases.clear()
-        self._plan = None
+        self._plan, self.active = None, role
         self.store.forget(sys.maxsize)
+        asleep = [w.name for w in self.supervisor.workers.values() if w.role in ROLES and w.role != role]
+        await asyncio.gather(*(self._call_worker(name, "sleep") for name in asleep))
+        await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(role)))
+        self._gate.open()
 
     async def on_forget(self, peer: str, iteration: int) -> None:
         """Trajectories up to this iteration are trained; drop them."""
@@ -388,15 +406,18 @@ class Agent:
         plan, result = self._current(epoch), {"given_up": [], "unstarted": []}
         if self.node not in plan["moves"]:
             return result
+        await self._gate.close()
         if self.active == "rollout":
             result["given_up"] = await self.on_abort(peer)
         else:
             names = self._of_role(self.active)
             leases = list(self._leases)
-            unstarted = await asyncio.gather(*(self._call_worker(name, "cancel", leases=leases) for name in names))
-            result["unstarted"] = sorted({lease for answer in unstarted for lease in answer})
+            answers = await asyncio.gather(*(self._call_worker(name, "cancel", leases=leases) for name in names))
+            # The first worker of a replica has the say, the others follow it.
+            result["unstarted"] = sorted(lease for name, answer in zip(names, answers) for lease in answer
+                                         if self._leases.get(lease, {}).get("leader") == name)
             for lease in result["unstarted"]:
-                self._leases.pop(lease, None)
+                del self._leases[lease]
             await asyncio.gather(*(self._call_worker(name, "drain") for name in names))
         return result
 
@@ -420,6 +441,7 @@ class Agent:
         if role is not None:
             self.active = role
         self._plan = None
+        self._gate.open()
 
     async def on_rollback(self, peer: str, epoch: int) -> None:
         """The epoch was cancelled: the old role goes on."""
@@ -431,6 +453,7 @@ class Agent:
         if role is not None:
             await asyncio.gather(*(self._call_worker(name, "sleep") for name in self._of_role(role)))
             await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(self.active)))
+        self._gate.open()
 
     def _current(self, epoch: int) -> dict:
         if self._plan is None or self._plan["epoch"] != epoch:

@@ -57,6 +57,11 @@ class Epochs:
         self.epoch = first_epoch
         self._turn = asyncio.Lock()
 
+    def go_home(self) -> None:
+        """Every node has its home role again, without a protocol: at a start, and after a fault that broke a change off."""
+        self.roles = dict(self._home)
+        self._journal.append("epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0)
+
     async def change(self, moves: dict[str, str], weights: Weights, reason: str,
                      on_quiesced: Callable[[Outcome], None] = lambda outcome: None, live: Callable[[], int] = lambda: 0) -> Outcome:
         """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up; `live` counts the

@@ -94,7 +94,7 @@ class Job:
                                for node in self.home for role in sorted(self.may[node]) for device in range(config.cluster.devices_per_node)),
                              *(self._start_environment(node) for node in self.home))
         await self._load_state(self._resume_from)
-        self.journal.append("epoch_committed", epoch=self.epochs.epoch, roles=self.epochs.roles, moves=[], phases={}, pause_ms=0.0)
+        self.epochs.go_home()
 
     async def _load_state(self, checkpoint: Path | None) -> None:
         """Trainer, roles and progress as in `checkpoint`; without one, from the beginning."""
@@ -124,7 +124,8 @@ class Job:
         await asyncio.gather(*self._reviving, return_exceptions=True)
         training = [node for node in self.home if "training" in self.may[node]]
         lost = {(n, r) for n, r in self.down if r != "training"}
-        await self.fleet.call_each(self.home, "halt")
+        self.epochs.go_home()
+        await asyncio.gather(*(self.fleet.call(node, "halt", role=role) for node, role in self.home.items()))
         for role, nodes in [("training", training)] + [(r, [n]) for n, r in sorted(lost)]:
             await self.fleet.call_each(nodes, "kill_workers", role=role)
             await asyncio.gather(*(self._start_worker(n, role, d) for n in nodes for d in range(self.config.cluster.devices_per_node)))

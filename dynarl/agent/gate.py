@@ -1,0 +1,43 @@
+"""Hand-outs on their way into the workers, and how a change of roles waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import AsyncIterator
+
+from dynarl.wire import CallError
+
+
+class Gate:
+    """Open: hand-outs pass, several at a time. Closed: new ones are refused; `close` waits until those inside are through.
+
+    Without it a request could reach a worker after that worker was told to give everything back, and stay there for ever.
+    """
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._closed = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @asynccontextmanager
+    async def passing(self, what: str) -> AsyncIterator[None]:
+        """Around one hand-out. Raises CallError while the gate is closed; the controller then offers the work again."""
+        if self._closed:
+            raise CallError(f"{what} came while this node changes its role")
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._empty.wait()
+
+    def open(self) -> None:
+        self._closed = False
