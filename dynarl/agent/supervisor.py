@@ -87,8 +87,8 @@ class Supervisor:
         environment = for_worker(os.environ, identity(role, device) | env)
         if python is not None:
             environment = for_other_interpreter(environment, self._package_dir(), env)
-        if device_kind == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = visible_device(os.environ, device)
+        # Empty for the CPU: Megatron uses a GPU whenever torch sees one.
+        environment["CUDA_VISIBLE_DEVICES"] = visible_device(os.environ, device) if device_kind == "cuda" else ""
         command = [python or sys.executable, "-m", f"dynarl.roles.{role}.worker", "--socket", self._address, "--name", name]
         with path.open("ab") as output:
             process = subprocess.Popen(
