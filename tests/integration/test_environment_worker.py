@@ -31,7 +31,7 @@ class Client:
     def start(self) -> None:
         command = [sys.executable, "-m", "dynarl.roles.environment.worker", "--socket", self.address, "--name", "n1-environment-0"]
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        up = self.receive()
+        up = self.receive(60.0)  # cold imports on a busy machine
         assert isinstance(up, wire.Event) and up.name == "up" and up.data["role"] == "environment"
 
     def receive(self, timeout_s: float = 20.0):
