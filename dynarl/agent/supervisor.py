@@ -72,6 +72,7 @@ class Supervisor:
     def __init__(self, node: str, address: str, log_dir: Path, on_death: Callable[[WorkerProcess, str, list[str]], None]):
         self._node, self._address, self._log_dir, self._on_death = node, address, log_dir, on_death
         self._attempts: dict[str, int] = {}
+        self._stopping = False
         self.workers: dict[str, WorkerProcess] = {}
 
     def name_of(self, role: str, device: int) -> str:
@@ -80,6 +81,8 @@ class Supervisor:
     def start(self, role: str, device: int, *, python: str | None, env: dict[str, str], device_kind: str) -> WorkerProcess:
         """Start `python -m dynarl.roles.<role>.worker` for one device. Returns at once; await `.up` for readiness."""
         name = self.name_of(role, device)
+        if self._stopping:
+            raise RuntimeError(f"{name} is not started: the agent is stopping")
         if name in self.workers:
             raise RuntimeError(f"{name} is already running (pid {self.workers[name].process.pid})")
         attempt = self._attempts[name] = self._attempts.get(name, 0) + 1
@@ -110,9 +113,10 @@ class Supervisor:
     def _ended(self, worker: WorkerProcess, descriptor: int) -> None:
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
+        # The children that it left behind; before it is reaped, for until then nobody else can get its number.
+        kill_group(worker.process.pid)
         code = worker.process.wait()
         self.workers.pop(worker.name, None)
-        kill_group(worker.process.pid)  # children that it left behind
         status = describe_status(code)
         if not worker.up.done():
             worker.up.set_exception(RuntimeError(f"{worker.name} ended before it was ready: {status}"))
@@ -127,21 +131,22 @@ class Supervisor:
             kill_group(self.workers[name].process.pid)
 
     async def stop_all(self, grace_s: float = 2.0) -> None:
-        """End every worker: TERM to its group, KILL after `grace_s`. Returns when all are gone."""
-        mine = list(self.workers.values())
-        for worker in mine:
+        """End every worker: TERM to its group, KILL after `grace_s`. Returns when all are gone; none can be started any more."""
+        self._stopping = True
+        for worker in self.workers.values():
             worker.expected_to_end = True
             kill_group(worker.process.pid, signal.SIGTERM)
         deadline = asyncio.get_running_loop().time() + grace_s
         while self.workers and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        for worker in mine:
+        for worker in self.workers.values():
             kill_group(worker.process.pid)
         while self.workers:
             await asyncio.sleep(0.02)
 
     def kill_all(self) -> None:
         """KILL every worker without waiting, for the way out."""
+        self._stopping = True
         for worker in self.workers.values():
             worker.expected_to_end = True
             kill_group(worker.process.pid)
