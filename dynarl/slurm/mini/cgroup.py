@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from dynarl.slurm.mini import MiniSlurmError
@@ -43,40 +46,34 @@ class Cgroup:
     def host(self, name: str) -> Path:
         return self.base / name
 
+    def prepare(self, quotas: bool) -> None:
+        """Make the group above the hosts', fit for quotas if asked. MiniSlurmError says what the kernel refused."""
+        with _explained(self):
+            self.base.mkdir()
+            if quotas and self.version == 2:
+                self._enable_cpu()
+
+    def _enable_cpu(self) -> None:
+        top = self.root / "cgroup.subtree_control"
+        if "cpu" not in top.read_text().split():
+            top.write_text("+cpu")
+        _make_usable(self.base)
+        (self.base / "cgroup.subtree_control").write_text("+cpu")
+
     def create(self, name: str, cores: float | None) -> None:
-        """Make the group of a host and set its quota. MiniSlurmError says what the kernel refused."""
-        try:
-            self._create_base()
-            group = self.host(name)
+        """Make the group of a host and set its quota."""
+        group = self.host(name)
+        with _explained(self):
             group.mkdir(exist_ok=True)
             if self.version == 2:
-                if _kind(self.base) != "domain":
-                    (group / "cgroup.type").write_text("threaded")
-                if cores is not None:
-                    (group / "cpu.max").write_text(f"{quota_us(cores)} {PERIOD_US}")
-            elif cores is not None:
+                _make_usable(group)
+            if cores is None:
+                return
+            if self.version == 2:
+                (group / "cpu.max").write_text(f"{quota_us(cores)} {PERIOD_US}")
+            else:
                 (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
                 (group / "cpu.cfs_quota_us").write_text(str(quota_us(cores)))
-        except OSError as error:
-            raise MiniSlurmError(f"cgroup v{self.version} {self.base}: {error.strerror} ({error.filename})") from error
-
-    def _create_base(self) -> None:
-        if self.base.is_dir():
-            return
-        self.base.mkdir()
-        if self.version == 1:
-            return
-        if "cpu" not in (self.root / "cgroup.subtree_control").read_text().split():
-            try:
-                (self.root / "cgroup.subtree_control").write_text("+cpu")
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
-                # In a container the top has processes in it, and then the kernel lets its children have the cpu controller
-                # only as threaded groups (cgroup-v2.rst, "Threads").
-                (self.base / "cgroup.type").write_text("threaded")
-                (self.root / "cgroup.subtree_control").write_text("+cpu")
-        (self.base / "cgroup.subtree_control").write_text("+cpu")
 
     def add(self, name: str, pid: int) -> None:
         (self.host(name) / "cgroup.procs").write_text(str(pid))
@@ -84,9 +81,9 @@ class Cgroup:
     def pids(self, name: str) -> set[int]:
         """Processes in the group of a host; of no host if the group is not there."""
         group = self.host(name)
-        # A threaded group of v2 cannot list processes, only threads; the first thread of a process has the process's number.
-        threaded = self.version == 2 and group.is_dir() and _kind(group) != "domain"
         try:
+            # A threaded group cannot list processes, only threads; the first thread of a process has the process's number.
+            threaded = self.version == 2 and (group / "cgroup.type").read_text().strip() == "threaded"
             return {int(line) for line in (group / ("cgroup.threads" if threaded else "cgroup.procs")).read_text().split()}
         except FileNotFoundError:
             return set()
@@ -97,6 +94,14 @@ class Cgroup:
             return []
         groups = sorted((p for p in self.base.rglob("*") if p.is_dir()), reverse=True) + [self.base]
         return [group for group in groups if not _rmdir(group, timeout_s)]
+
+
+@contextlib.contextmanager
+def _explained(cgroup: Cgroup) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MiniSlurmError(f"cgroup v{cgroup.version} {cgroup.base}: {error.strerror} ({error.filename})") from error
 
 
 def _rmdir(path: Path, timeout_s: float) -> bool:
@@ -114,13 +119,11 @@ def _rmdir(path: Path, timeout_s: float) -> bool:
         time.sleep(0.02)
 
 
-def _kind(group: Path) -> str:
-    """cgroup.type without its qualifiers: "domain" also for the top, which has no such file."""
-    try:
-        text = (group / "cgroup.type").read_text().strip()
-    except FileNotFoundError:
-        return "domain"
-    return "domain" if text == "domain" else "threaded"
+def _make_usable(group: Path) -> None:
+    """In a container the top of the hierarchy has processes in it. The groups below such a one are of use only as threaded groups
+    (cgroup-v2.rst, "Threads"); the kernel marks them "domain invalid" until they are told so."""
+    if (group / "cgroup.type").read_text().strip() == "domain invalid":
+        (group / "cgroup.type").write_text("threaded")
 
 
 def find_hierarchy(mountinfo: str) -> tuple[Path, int] | None:
@@ -147,6 +150,7 @@ def _controllers(top: Path) -> list[str]:
 
 
 def for_cluster(cluster_id: str) -> Cgroup | None:
-    """The cgroups of a cluster on this machine; None where there is no cpu controller to use."""
+    """The cgroups of a cluster on this machine; None where there is no hierarchy with the cpu controller that can be written."""
     found = find_hierarchy(Path("/proc/self/mountinfo").read_text())
-    return Cgroup(*found, cluster_id) if found else None
+    # In a container it is often mounted read-only.
+    return Cgroup(*found, cluster_id) if found and os.access(found[0], os.W_OK) else None

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return args.command(args, Paths.of(_state_dir(args)))
-    except MiniSlurmError as error:
+    except (MiniSlurmError, OSError) as error:
         print(f"minislurm: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -100,8 +100,8 @@ def _up(args: argparse.Namespace, paths: Paths) -> int:
 def shares(paths: Paths, asked: list[str]) -> tuple[str, ...]:
     """Directories under a private place of the nodes that they have to see, without those inside another one.
 
-    Asked for ones come first; by default the state directory, the current directory, this checkout, the home directory and
-    the active virtual environment. MiniSlurmError if an asked for one is no directory or is a private place itself.
+    These are the ones asked for, the state directory, the current directory, this checkout, the home directory, the active
+    virtual environment and this Python. MiniSlurmError if an asked for one is no directory or is a private place itself.
     """
     wanted = []
     for directory in asked:
@@ -111,7 +111,8 @@ def shares(paths: Paths, asked: list[str]) -> tuple[str, ...]:
         if real in PRIVATE:
             raise MiniSlurmError(f"--share {directory}: {real} is private to each node; share a directory in it")
         wanted.append(real)
-    defaults = [os.getcwd(), str(Path(dynarl.__file__).parent.parent), "~", os.environ.get("VIRTUAL_ENV", "")]
+    checkout = str(Path(dynarl.__file__).parents[1])
+    defaults = [os.getcwd(), checkout, "~", os.environ.get("VIRTUAL_ENV", ""), sys.prefix, sys.base_prefix]
     wanted += [os.path.realpath(os.path.expanduser(directory)) for directory in defaults if directory]
     below = {d for d in (str(paths.root), *wanted) if d.startswith(tuple(f"{top}/" for top in PRIVATE))}
     return tuple(sorted(d for d in below if not any(d.startswith(other + "/") for other in below)))
@@ -169,5 +170,5 @@ def _exec(args: argparse.Namespace, paths: Paths) -> int:
     if init is None:
         raise MiniSlurmError(f"{args.node} is off")
     argv = [word for i, word in enumerate(args.argv) if i or word != "--"] or ["/bin/bash"]
-    command = ["nsenter", "-t", str(init.pid), "-m", "-n", "-u", "-i", f"--wdns={os.getcwd()}", "--", *argv]
+    command = ["nsenter", "-t", str(init.pid), "-m", "-n", "-u", "-i", "-r", f"--wdns={os.getcwd()}", "--", *argv]
     os.execvpe(command[0], command, {**os.environ, "SLURM_CONF": str(paths.slurm_conf)})

@@ -39,7 +39,12 @@ def up(paths: Paths, spec: ClusterSpec, say: Say) -> Record:
         record = records.load(paths)
         if record and record.state == "up" and record.init(HEAD):
             _same_or_error(paths, record.spec, spec)
+            if not slurm_states(paths):
+                raise MiniSlurmError(f"the cluster in {paths.root} does not answer; see its logs, then `minislurm down`")
             say(f"already up: {paths.root}")
+            for name in record.spec.node_names:
+                if not record.init(name):
+                    say(f"{name} is off: `minislurm restore-node {name}` starts it")
             return record
         if record:
             say("removing what an unfinished or dead cluster has left")
@@ -143,8 +148,10 @@ def _same_or_error(paths: Paths, here: ClusterSpec, wanted: ClusterSpec) -> None
 def _start(paths: Paths, record: Record, version: tuple[int, int], say: Say) -> None:
     began = time.monotonic()
     cgroup = cgroups.for_cluster(record.id)
-    if record.spec.cpu_quota is not None and cgroup is None:
-        raise MiniSlurmError("--cpu-quota needs a cgroup hierarchy with the cpu controller; none is mounted here")
+    if cgroup:
+        cgroup.prepare(quotas=record.spec.cpu_quota is not None)
+    elif record.spec.cpu_quota is not None:
+        raise MiniSlurmError("--cpu-quota needs a writable cgroup hierarchy with the cpu controller; there is none here")
     for directory in (paths.etc, paths.log, paths.state_save, paths.local):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
@@ -266,8 +273,8 @@ def _teardown(paths: Paths, record: Record) -> None:
             raise MiniSlurmError("this command runs inside the cluster that it is to stop: run it outside")
         left += [f"process {pid}" for pid in _kill(record, cgroup, record.hosts)]
         left += [f"cgroup {group}" for group in (cgroup.remove_all() if cgroup else [])]
-        if record.subnet >= 0 and not net.login_link_gone(Subnet(record.subnet).link, record.id):
-            left.append(f"network link {Subnet(record.subnet).link}")
+        if link := net.login_link_gone(record.id, Subnet(record.subnet) if record.subnet >= 0 else None):
+            left.append(f"network link {link}")
     if left:
         raise MiniSlurmError("could not be removed: " + ", ".join(left) + f"; see {paths.root}, then `minislurm down` again")
     for directory in (paths.etc, paths.state_save, paths.local):

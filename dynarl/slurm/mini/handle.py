@@ -18,7 +18,6 @@ from pathlib import Path
 import dynarl
 from dynarl.slurm.mini import cluster as clusters
 from dynarl.slurm.mini import record as records
-from dynarl.slurm.mini.node import PRIVATE
 from dynarl.slurm.mini.spec import Paths
 
 # Variables by which an outer job or shell would speak into the commands that are given here.
@@ -42,8 +41,7 @@ class MiniSlurm:
         handle = cls(state_dir)
         options = [f"--nodes={nodes}", f"--cpus-per-node={cpus_per_node}", f"--gpus-per-node={gpus_per_node}"]
         options += [] if cpu_quota is None else [f"--cpu-quota={cpu_quota}"]
-        interpreter = [sys.prefix] if sys.prefix.startswith(tuple(f"{top}/" for top in PRIVATE)) else []
-        options += [f"--share={directory}" for directory in (*shares, *interpreter)]
+        options += [f"--share={directory}" for directory in shares]
         handle.command("up", *options)
         lines = handle.command("env").splitlines()
         exported = dict(shlex.split(line)[1].split("=", 1) for line in lines)

@@ -41,8 +41,6 @@ def main() -> None:
         answer("ready namespaces")
         wait_for("daemons")
         stage = "daemons"
-        if host == HEAD:
-            hurry_arp()
         daemons = start_daemons(paths, host, int(gpus))
         answer("ready daemons")
     except Exception as error:
@@ -79,19 +77,6 @@ def mount_private(paths: Paths, source: str, host: str, shares: list[str]) -> No
     if host != HEAD:  # the head's local directory is the one that the machine sees: its munged serves the login node too
         linux.mount(source, str(paths.local), "tmpfs", linux.MS_NOSUID, "mode=0755")
     linux.mount(str(paths.hosts), "/etc/hosts", flags=linux.MS_BIND)
-    # Names resolve to IPv4 only; without this each interface would first spend a second on finding an IPv6 address.
-    ipv6 = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
-    if ipv6.exists():
-        ipv6.write_text("1")
-
-
-def hurry_arp() -> None:
-    """Let the head see soon that a dead node's address answers no more. With the kernel's defaults it goes on for up to 45 s to
-    send to a hardware address it has in its table, and slurmctld calls the node DOWN after 27 s instead of 8 to 15 s."""
-    table = Path("/proc/sys/net/ipv4/neigh/br0")
-    (table / "base_reachable_time_ms").write_text("1000")
-    (table / "delay_first_probe_time").write_text("1")
-    (table / "retrans_time_ms").write_text("250")
 
 
 def start_daemons(paths: Paths, host: str, gpus: int) -> dict[int, str]:

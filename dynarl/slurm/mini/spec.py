@@ -13,7 +13,7 @@ HEAD = "head"
 MAX_NODES = 200  # a /24 holds 254 addresses, of which the head and the login node take one each
 MIN_QUOTA = 0.05  # cores: 1 ms in each period of 20 ms; the kernel refuses less than 1 ms
 # Unix sockets are addressed by paths of at most 107 bytes. The longest under the state directory is that of Slurm's PMIx server,
-# /local/spool/stepd.slurm.pmix.<job>.<step>, with up to 47 bytes.
+# /local/spool/stepd.slurm.pmix.<job>.<step>, with up to 45 bytes.
 MAX_STATE_DIR_BYTES = 60
 
 
