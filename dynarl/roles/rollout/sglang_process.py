@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ FIRST_PORT = 20_000
 # A port is tried before the server starts and bound a minute later, so somebody may have taken it in between.
 START_ATTEMPTS = 3
 CALL_TIMEOUT_S = 120.0
+EXIT_SERVER_LOST = 72
 
 
 class SGLangProcess:
@@ -32,11 +36,13 @@ class SGLangProcess:
     def __init__(self, args: list[str], device: str, start_timeout_s: float):
         self._key = secrets.token_hex(16)
         self._process: subprocess.Popen | None = None
+        self._closing = False
         deadline = time.monotonic() + start_timeout_s
         for _ in range(START_ATTEMPTS):
             self.port = free_port()
             self._process = self._start(args, device)
             if self._wait_until_ready(deadline):
+                threading.Thread(target=self._end_with_server, args=[os.pidfd_open(self._process.pid)], daemon=True).start()
                 return
             if not port_is_taken(self.port):
                 break
@@ -91,8 +97,18 @@ class SGLangProcess:
         """Exit status of the server, None while it runs."""
         return self._process.poll()
 
+    def _end_with_server(self, descriptor: int) -> None:
+        """A worker without its server is of no use, and would notice only at the next call: it ends, and is started again."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        if not self._closing:
+            logging.error("the SGLang server ended by itself, so this worker ends; why it ended is above in this log")
+            os._exit(EXIT_SERVER_LOST)
+
     def close(self) -> None:
         """End the server and its children."""
+        self._closing = True
         if self._process.poll() is None:
             # Its own session: the group is the server with its scheduler and detokenizer.
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ environment, where other users of the node cannot read it as they can a command 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,9 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    # It tries this before it listens, and then prints a page that looks like the reason of whatever fails next. The engine
+    # asks for it when the server is ready.
+    logging.getLogger("sglang.srt.entrypoints.http_server").addFilter(lambda record: "freeze_gc failed" not in record.getMessage())
     load_plugins()
     arguments = prepare_server_args([*sys.argv[1:], "--api-key", key])
     try:

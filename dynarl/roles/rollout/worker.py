@@ -6,6 +6,9 @@ configuration (the whole of it, as a dict); without it the local engine on CPU w
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import sys
 import time
 from typing import Any
 
@@ -52,10 +55,13 @@ class RolloutWorker(Worker):
         return busy
 
     def do_load(self, model_dir: str, version: int, config: dict[str, Any] | None = None) -> None:
-        if self._engine is None:
+        began = time.monotonic()
+        if first := self._engine is None:
             self._engine = make_engine(model_dir, version, config or {})
         else:
             self._engine.load(model_dir, version)
+        what = "engine started with weights of" if first else "weights updated in place to"
+        logging.info("%s version %d in %.2f s", what, version, time.monotonic() - began)
 
     def do_submit(self, requests: list[dict[str, Any]]) -> None:
         engine = self._loaded()
@@ -116,6 +122,9 @@ def make_engine(model_dir: str, version: int, config: dict[str, Any]) -> Engine:
     rollout, cluster = config.get("rollout", {}), config.get("cluster", {})
     device, max_running = cluster.get("device", "cpu"), rollout.get("max_running", 32)
     if rollout.get("engine", "local") == "sglang":
+        if importlib.util.find_spec("sglang") is None:
+            raise ModuleNotFoundError(
+                f"{sys.executable} has no sglang: set rollout.python to an interpreter that has, such as bin/install-sglang makes")
         from dynarl.roles.rollout.sglang_engine import SGLangEngine
 
         return SGLangEngine(
