@@ -8,54 +8,95 @@ and a fresh process takes the next question.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any, Awaitable, Callable
 
 from dynarl.wire import CallError
 
+log = logging.getLogger(__name__)
+
+# An answer at which the process died may not be to blame. One at which it died twice is.
+ATTEMPTS = 2
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """reward: what the trainer sees; correct: whether the final answer is right; timed_out: the verifier was killed."""
+    """reward: what the trainer sees; correct: whether the final answer is right; timed_out: the verifier came to no verdict."""
 
     reward: float
     correct: bool
     timed_out: bool = False
 
 
+NO_VERDICT = Verdict(0.0, False, timed_out=True)
+
+
 class Verifier:
-    """`call(method, timeout_s=, **args)` reaches the environment worker; `restart()` replaces it by a fresh one."""
+    """`call(method, timeout_s=, **args)` reaches the environment worker; `restart()` replaces it by a fresh one.
+
+    Questions go one at a time, and a process is replaced between two of them, never beside one. Say `process_died` when it
+    ends by itself, before its open calls fail; then the next question is asked of a new one.
+    """
 
     def __init__(self, call: Callable[..., Awaitable[Any]], restart: Callable[[], Awaitable[None]], timeout_s: float):
         self._call, self._restart, self._timeout_s = call, restart, timeout_s
         self._turn = asyncio.Lock()
+        self._gone = False
         self._prompts: dict[tuple[str, int], bytes] = {}
+
+    def process_died(self) -> None:
+        self._gone = True
+
+    async def revive(self) -> None:
+        """Replace a process that died, without waiting for the next question."""
+        async with self._turn:
+            await self._be_ready()
+
+    async def _be_ready(self) -> None:
+        if self._gone:
+            await self._replace()
+
+    async def _replace(self) -> None:
+        self._gone = False  # before the restart: the new process may die as well
+        try:
+            await self._restart()
+        except BaseException:
+            self._gone = True
+            raise
 
     async def prompts(self, split: str, indices: list[int]) -> dict[int, bytes]:
         """Token ids (int32 bytes) of these prompts, asked for once each."""
-        missing = sorted({index for index in indices if (split, index) not in self._prompts})
-        if missing:
+        known = {index: self._prompts[split, index] for index in indices if (split, index) in self._prompts}
+        if missing := sorted(set(indices) - set(known)):
             async with self._turn:
+                await self._be_ready()
                 answers = await self._call("prompts", split=split, indices=missing)
-            self._prompts.update({(split, a["index"]): a["prompt"] for a in answers})
-        return {index: self._prompts[split, index] for index in indices}
+            known |= {answer["index"]: answer["prompt"] for answer in answers}
+            self._prompts |= {(split, index): known[index] for index in missing}
+        return known
 
     async def score(self, sample: str, split: str, index: int, response: bytes) -> Verdict:
-        """The verdict on one answer; 0 when the verifier does not come to one in time, or dies of it."""
+        """The verdict on one answer; reward 0 when the verifier comes to none in time, fails, or dies of it twice."""
         async with self._turn:
-            try:
-                answer = await self._call(
-                    "score", timeout_s=self._timeout_s, sample=sample, split=split, index=index, response=response)
-            except TimeoutError:
-                await self._restart()
-                return Verdict(0.0, False, timed_out=True)
-            except CallError:
-                # Either it raised on this answer, or it died of it (and then _call waits for the next process).
-                return Verdict(0.0, False, timed_out=True)
-        return Verdict(float(answer["reward"]), bool(answer["correct"]))
+            for _ in range(ATTEMPTS):
+                await self._be_ready()
+                try:
+                    answer = await self._call(
+                        "score", timeout_s=self._timeout_s, sample=sample, split=split, index=index, response=response)
+                    return Verdict(float(answer["reward"]), bool(answer["correct"]))
+                except TimeoutError:
+                    await self._replace()
+                    return NO_VERDICT
+                except CallError as error:
+                    log.warning("no verdict on %s: %s", sample, error)
+                    if not self._gone:
+                        return NO_VERDICT
+            return NO_VERDICT
 
     async def demonstrations(self, start: int, count: int) -> list[dict]:
         async with self._turn:
+            await self._be_ready()
             return await self._call("demonstrations", start=start, count=count)
 
     def forget_prompts(self) -> None:

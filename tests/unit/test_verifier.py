@@ -1,0 +1,183 @@
+"""The verifier on a real environment worker, kept as an agent keeps it."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from dynarl import wire
+from dynarl.agent.supervisor import Supervisor
+from dynarl.agent.verifier import NO_VERDICT, Verdict, Verifier
+from dynarl.rpc import Link
+from troubled_task import DIES, DIES_ONCE, GOOD, HANGS, RAISES
+
+ROOT = Path(__file__).parents[2]
+NAME = "n1-environment-0"
+
+
+class Node:
+    """The part of an agent that has to do with its environment worker. `seen`: attempts of the workers that were started."""
+
+    def __init__(self, directory: Path, timeout_s: float):
+        self.context = zmq.asyncio.Context()
+        socket = self.context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        address = f"ipc://{directory}/agent.sock"
+        socket.bind(address)
+        self.link = Link(socket, self, routed=True)
+        self.server = asyncio.create_task(self.link.serve())
+        self.supervisor = Supervisor("n1", address, directory, self.worker_died)
+        self.verifier = Verifier(self.call, self.restart, timeout_s)
+        self.task = {"name": "troubled_task:Troubled", "args": {"marker": str(directory / "died")}}
+        self.seen = []
+
+    def event_up(self, peer, role, pid):
+        self.supervisor.workers[peer].up.set_result(None)
+
+    def worker_died(self, worker, status, tail):
+        self.verifier.process_died()
+        self.link.peer_gone(worker.name, f"{worker.name} died: {status}")
+        self.link.spawn(self.verifier.revive())
+
+    async def call(self, method, /, timeout_s=None, **args):
+        if NAME not in self.supervisor.workers:
+            raise wire.CallError(f"{NAME} is not running")
+        return await self.link.call(NAME, method, timeout_s=timeout_s, **args)
+
+    async def restart(self):
+        if worker := self.supervisor.workers.get(NAME):
+            worker.expected_to_end = True
+            self.supervisor.kill(NAME)
+        while NAME in self.supervisor.workers:
+            await asyncio.sleep(0.01)
+        env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/unit"}
+        worker = self.supervisor.start("environment", 0, python=None, env=env, device_kind="cpu")
+        self.seen.append(worker.attempt)
+        await worker.up
+        await self.call("open", task=self.task, seed=1)
+
+    async def score(self, index):
+        return await self.verifier.score(f"1:{index}:0", "train", index, wire.pack_ids([]))
+
+    async def close(self):
+        await self.supervisor.stop_all(grace_s=0.0)
+        self.server.cancel()
+        self.context.destroy(linger=0)
+
+
+def on_node(directory: Path, scenario, timeout_s: float = 5.0) -> None:
+    async def go():
+        node = Node(directory, timeout_s)
+        try:
+            async with asyncio.timeout(20):
+                await node.restart()
+                await scenario(node)
+        finally:
+            await node.close()
+
+    asyncio.run(go())
+
+
+RIGHT = Verdict(1.0, True)
+
+
+def test_a_verifier_that_hangs_scores_nothing_and_is_replaced_for_the_next(tmp_path):
+    async def scenario(node):
+        verdicts = await asyncio.gather(*(node.score(index) for index in (GOOD, HANGS, GOOD)))
+        assert verdicts == [RIGHT, NO_VERDICT, RIGHT]
+        assert NO_VERDICT == Verdict(0.0, False, timed_out=True)
+        assert node.seen == [1, 2]
+        assert len(node.supervisor.workers) == 1
+
+    on_node(tmp_path, scenario, timeout_s=1.0)
+
+
+def test_an_answer_on_which_it_dies_twice_scores_nothing_and_the_next_is_scored(tmp_path):
+    async def scenario(node):
+        assert await node.score(DIES) == NO_VERDICT
+        assert await node.score(GOOD) == RIGHT
+        assert node.seen == [1, 2, 3]
+
+    on_node(tmp_path, scenario)
+
+
+def test_an_answer_that_was_with_a_process_that_died_is_asked_again(tmp_path):
+    async def scenario(node):
+        assert await asyncio.gather(*(node.score(index) for index in (DIES_ONCE, GOOD))) == [RIGHT, RIGHT]
+        assert node.seen == [1, 2]
+
+    on_node(tmp_path, scenario)
+
+
+def test_a_process_that_dies_idle_costs_no_answer(tmp_path):
+    async def scenario(node):
+        os.kill(node.supervisor.workers[NAME].process.pid, signal.SIGKILL)
+        while node.seen == [1]:
+            await asyncio.sleep(0.005)
+        assert await asyncio.gather(*(node.score(GOOD) for _ in range(3))) == [RIGHT] * 3
+        assert list(await node.verifier.prompts("train", [GOOD])) == [GOOD]
+        assert node.seen == [1, 2]
+
+    on_node(tmp_path, scenario)
+
+
+def test_a_verifier_that_raises_scores_nothing_and_stays(tmp_path, caplog):
+    async def scenario(node):
+        assert await asyncio.gather(*(node.score(index) for index in (RAISES, GOOD))) == [NO_VERDICT, RIGHT]
+        assert node.seen == [1]
+
+    on_node(tmp_path, scenario)
+    assert "no verdict on 1:4:0: ValueError: not a number" in caplog.text
+
+
+# --- without a process
+
+
+def scripted(answers: dict, restarts: list | None = None) -> tuple[Verifier, list]:
+    """A verifier whose process gives `answers` by method. Returns it and the calls it made."""
+    calls = []
+
+    async def call(method, timeout_s=None, **args):
+        calls.append((method, args))
+        return answers[method](**args) if callable(answers[method]) else answers[method]
+
+    async def restart():
+        if restarts and (error := restarts.pop(0)):
+            raise error
+
+    return Verifier(call, restart, 1.0), calls
+
+
+def test_prompts_are_asked_for_once():
+    verifier, calls = scripted({"prompts": lambda split, indices: [{"index": i, "prompt": b"%d" % i} for i in indices]})
+
+    async def scenario():
+        assert await verifier.prompts("train", [3, 1, 3]) == {3: b"3", 1: b"1"}
+        assert await verifier.prompts("train", [1, 2]) == {1: b"1", 2: b"2"}
+        assert await verifier.prompts("eval", [1]) == {1: b"1"}
+        verifier.forget_prompts()
+        assert await verifier.prompts("train", [1]) == {1: b"1"}
+
+    asyncio.run(scenario())
+    assert [args for _, args in calls] == [
+        {"split": "train", "indices": [1, 3]}, {"split": "train", "indices": [2]}, {"split": "eval", "indices": [1]},
+        {"split": "train", "indices": [1]}]
+
+
+def test_a_restart_that_fails_is_tried_again_at_the_next_question():
+    restarts = [RuntimeError("ended before it was ready"), None]
+    verifier, calls = scripted({"score": {"reward": 1, "correct": True}}, restarts)
+
+    async def scenario():
+        verifier.process_died()
+        with pytest.raises(RuntimeError, match="before it was ready"):
+            await verifier.score("1:0:0", "train", 0, b"")
+        assert calls == []
+        assert await verifier.score("1:0:0", "train", 0, b"") == RIGHT
+        assert restarts == []
+
+    asyncio.run(scenario())
