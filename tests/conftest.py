@@ -1,5 +1,5 @@
-"""Fixtures for all tests. Its place here puts tests/ on the import path, so that tests of every folder can import the helpers
-beside it."""
+"""Fixtures for all tests. Its place here puts tests/ on the import path, so that tests of every folder can import the
+helpers beside it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def minislurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., MiniSlurm]]:
-    """`minislurm(nodes=2, quota=None, gpus=0)`: a real cluster of that shape, idle and healthy; see MiniSlurm for its use.
+    """`minislurm(nodes=2, quota=None, gpus=0, cpus=4)`: a real cluster of that shape, idle and healthy.
 
-    Clusters stay up until the session ends, and tests that ask for the same shape share one. A test may leave jobs behind (they
-    are cancelled), fail nodes, or take the cluster down: the next one that asks gets a sound one. The current directory, the
+    Clusters stay up until the session ends, and tests that ask for the same shape share one. A test may leave jobs
+    behind, fail nodes, or take the cluster down: the next one that asks gets a sound one. The current directory, the
     checkout and all of pytest's temporary directories are visible on the nodes.
     """
     preflight.complete_path()

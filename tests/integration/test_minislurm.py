@@ -25,8 +25,8 @@ MINISLURM = str(Path(__file__).resolve().parents[2] / "bin" / "minislurm")
 
 @pytest.fixture
 def state_dir(minislurm):
-    """A place for a cluster of the test's own, which is taken down after it (the fixture `minislurm` skips where none can be).
-    Not under tmp_path, which is too long for the sockets of Slurm."""
+    """A place for a cluster of the test's own, which is taken down after it (the fixture `minislurm` skips where none
+    can be). Not under tmp_path, which is too long for the sockets of Slurm."""
     directory = Path(tempfile.mkdtemp(prefix="minislurm-"))
     yield directory
     call("down", "--state-dir", directory)
@@ -49,8 +49,8 @@ def traces(cluster: record.Record) -> list[str]:
     found += [str(group) for group in (groups.base.rglob("*") if groups else ())]
     found += [str(groups.base)] if groups and groups.base.exists() else []
     links = json.loads(subprocess.run(["ip", "-j", "link"], capture_output=True, text=True, check=True).stdout)
-    # The link is one end of a pair: while it is there, so is the network namespace that holds the other end and the bridge.
-    # It may have no alias yet; with another one it is the next cluster's, which took the subnet over.
+    # The link is one end of a pair: while it is there, so is the network namespace that holds the other end and the
+    # bridge. It may have no alias yet; with another one it is the next cluster's, which took the subnet over.
     name = Subnet(cluster.subnet).link if cluster.subnet >= 0 else None
     ours = (None, f"minislurm-{cluster.id}")
     found += [f"link {name}" for link in links if link["ifname"] == name and link.get("ifalias") in ours]
@@ -77,7 +77,8 @@ def test_down_leaves_nothing(state_dir):
 
 @pytest.mark.parametrize("after_s", [0.1, 0.2, 0.3, 0.5, 0.8])
 def test_down_cleans_up_after_an_up_that_was_killed(state_dir, after_s):
-    with subprocess.Popen([MINISLURM, "up", "--nodes", "4", "--cpu-quota", "0.2", "--state-dir", state_dir]) as starting:
+    command = [MINISLURM, "up", "--nodes", "4", "--cpu-quota", "0.2", "--state-dir", state_dir]
+    with subprocess.Popen(command) as starting:
         time.sleep(after_s)
         starting.kill()
     cluster = record.load(Paths.of(state_dir))
@@ -88,7 +89,8 @@ def test_down_cleans_up_after_an_up_that_was_killed(state_dir, after_s):
 
 def test_up_that_is_interrupted_takes_back_what_it_began(state_dir):
     for number in (signal.SIGINT, signal.SIGTERM):
-        with subprocess.Popen([MINISLURM, "up", "--nodes", "4", "--cpu-quota", "0.05", "--state-dir", state_dir]) as starting:
+        command = [MINISLURM, "up", "--nodes", "4", "--cpu-quota", "0.05", "--state-dir", state_dir]
+        with subprocess.Popen(command) as starting:
             deadline = time.monotonic() + 20
             while (cluster := record.load(Paths.of(state_dir))) is None or not cluster.inits.get("n1"):
                 assert time.monotonic() < deadline
@@ -191,11 +193,11 @@ def test_a_directory_with_other_files_is_refused(minislurm, tmp_path):
 
 
 def test_without_root_it_says_so(state_dir):
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-P", "-m", "dynarl.slurm.mini"]
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     checkout = str(Path(MINISLURM).parents[1])
     done = subprocess.run(
-        [*command, "up", "--nodes", "1", "--state-dir", state_dir], capture_output=True, text=True, cwd=checkout,
-        env={"PYTHONPATH": checkout},
+        [*nobody, "/usr/bin/python3", "-P", "-m", "dynarl.slurm.mini", "up", "--nodes", "1", "--state-dir", state_dir],
+        capture_output=True, text=True, cwd=checkout, env={"PYTHONPATH": checkout},
     )  # fmt: skip
     assert done.returncode == 1
     assert "root is needed" in done.stderr
@@ -229,9 +231,13 @@ def test_names_resolve_on_every_node_and_lead_there(minislurm):
     addresses = " ".join([node["address"] for node in handle.status()["nodes"]])
     assert sorted(line.rsplit(" ", 1)[1] for line in seen) == ["n1", "n2"]
     assert all(line.startswith(addresses) for line in seen)
-    code = "import socket; s = socket.create_server(('', 7000)); open('/tmp/listens', 'w'); c, _ = s.accept(); c.sendall(b'n2 here')"
+    serve = (
+        "import socket; server = socket.create_server(('', 7000)); open('/tmp/listens', 'w');"
+        "connection, _ = server.accept(); connection.sendall(b'n2 here')"
+    )
+    until = "until [ -e /tmp/listens ]; do sleep 0.1; done"
+    handle.run_on("n2", ["bash", "-c", f'{sys.executable} -c "{serve}" >/dev/null 2>&1 & {until}'])
     talk = "import socket; print(socket.create_connection(('n2', 7000)).recv(100))"
-    handle.run_on("n2", ["bash", "-c", f'{sys.executable} -c "{code}" >/dev/null 2>&1 & until [ -e /tmp/listens ]; do sleep .1; done'])
     assert "n2 here" in handle.run_on("n1", [sys.executable, "-c", talk]).stdout
 
 
@@ -270,7 +276,8 @@ def test_a_heterogeneous_step_is_one_mpi_world(minislurm, tmp_path):
     handle = minislurm(nodes=3)
     (tmp_path / "hello.py").write_text(
         "import os\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
-        "print(world.rank, world.size, os.environ['ROLE'], os.uname().nodename, world.allreduce(world.rank), flush=True)\n"
+        "where = os.environ['ROLE'], os.uname().nodename\n"
+        "print(world.rank, world.size, *where, world.allreduce(world.rank), flush=True)\n"
     )
     part = "--mpi=pmix --export=ALL,ROLE={role} -N1 -n1 -w {node} {python} {program}"
     parts = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynarl.slurm.mini import MiniSlurmError, cgroup, cli, conf, net, processes, spec
+from dynarl.slurm.mini import MiniSlurmError, cgroup, cli, conf, net, preflight, processes, spec
 from dynarl.slurm.mini.cgroup import Cgroup
 from dynarl.slurm.mini.net import Subnet
 from dynarl.slurm.mini.record import Record, load, save
@@ -63,7 +63,8 @@ def test_each_version_gets_only_keys_it_knows():
 def test_slurm_conf_names_every_node_with_its_address_and_shape():
     shape = ClusterSpec(nodes=2, gpus_per_node=4, cpus_per_node=3, slurmd_timeout_s=7)
     text = conf.slurm_conf(shape, Paths(Path("/s")), Subnet(5), memory_mb=1000)
-    keys = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith(("#", "NodeName")))
+    settings = [line for line in text.splitlines() if "=" in line and not line.startswith(("#", "NodeName"))]
+    keys = dict(line.split("=", 1) for line in settings)
     assert keys["SlurmdTimeout"] == "7"
     assert keys["AuthInfo"] == "socket=/s/local/munge/socket,cred_expire=10"
     nodes = [line for line in text.splitlines() if line.startswith("NodeName=")]
@@ -151,12 +152,22 @@ def test_groups_below_a_populated_top_become_threaded(tmp_path):
     assert groups.pids("n1") == {12, 13}
 
 
+def test_the_package_that_slurms_pmix_plugin_lacks_is_named(tmp_path):
+    assert preflight.missing_pmix_packages([]) == []
+    assert preflight.missing_pmix_packages([str(tmp_path)]) == ["slurm-wlm-basic-plugins"]
+    (tmp_path / "mpi_pmix_v9.so").write_bytes(b"\0libpmix_plug\0libpmix.so.999\0")
+    assert preflight.missing_pmix_packages([str(tmp_path)]) == ["libpmix2"]
+    (tmp_path / "mpi_pmix_v9.so").write_bytes(b"\0_libpmix_open\0libc.so.6\0")
+    assert preflight.missing_pmix_packages([str(tmp_path)]) == []
+
+
 def test_a_process_is_not_mistaken_for_a_later_one_with_its_pid():
     me = processes.Process.of(os.getpid())
     assert me.alive()
     assert not processes.Process(me.pid, me.start + 1).alive()
-    with subprocess.Popen(["true"]) as child:
+    with subprocess.Popen(["sleep", "100"]) as child:
         gone = processes.Process.of(child.pid)
+        child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not gone.alive()  # a zombie runs nothing
     with pytest.raises(ProcessLookupError):

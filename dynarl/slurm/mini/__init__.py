@@ -1,8 +1,8 @@
 """A real Slurm cluster of N nodes on one machine, for tests and for trying things out.
 
-Each node is a set of Linux namespaces (network, host name, mounts, System V IPC) in which a real munged and a real slurmd
-run. One more such set, the head, holds slurmctld and the bridge that joins the nodes. The machine itself is the login node: one
-network link leads from it to the bridge, so sbatch, squeue and scancel work on it as on a real login node.
+Each node is a set of Linux namespaces (network, host name, mounts, System V IPC) in which a real munged and a real
+slurmd run. One more such set, the head, holds slurmctld and the bridge that joins the nodes. The machine itself is the
+login node: one network link leads from it to the bridge, so sbatch, squeue and scancel work on it as usual.
 
     spec.py        what a cluster is: its shape and its paths                   (pure)
     conf.py        slurm.conf and the files beside it, by Slurm version         (pure)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from dynarl.slurm.mini import MiniSlurmError
 
-# The kernel gives the quota out per period and stops the whole group when it is used up. With the usual 100 ms and a quarter
-# core a node whose threads have eaten their 25 ms stands still for up to 75 ms, which looks like a network that hangs (a
-# collective waits for its slowest node). 20 ms keeps the stops under 20 ms. The kernel refuses a quota under 1 ms.
+# The kernel gives the quota out per period and stops the whole group when it is used up. With the usual 100 ms and a
+# quarter core a node whose threads have eaten their 25 ms stands still for up to 75 ms, which looks like a network
+# that hangs (a collective waits for its slowest node). 20 ms keeps the stops under 20 ms. The kernel refuses a quota
+# under 1 ms.
 PERIOD_US = 20_000
 MIN_QUOTA_US = 1_000
 
@@ -82,9 +83,10 @@ class Cgroup:
         """Processes in the group of a host; of no host if the group is not there."""
         group = self.host(name)
         try:
-            # A threaded group cannot list processes, only threads; the first thread of a process has the process's number.
+            # A threaded group lists only threads; the first thread of a process has the process's number.
             threaded = self.version == 2 and (group / "cgroup.type").read_text().strip() == "threaded"
-            return {int(line) for line in (group / ("cgroup.threads" if threaded else "cgroup.procs")).read_text().split()}
+            listing = (group / ("cgroup.threads" if threaded else "cgroup.procs")).read_text()
+            return {int(line) for line in listing.split()}
         except FileNotFoundError:
             return set()
 
@@ -120,8 +122,8 @@ def _rmdir(path: Path, timeout_s: float) -> bool:
 
 
 def _make_usable(group: Path) -> None:
-    """In a container the top of the hierarchy has processes in it. The groups below such a one are of use only as threaded groups
-    (cgroup-v2.rst, "Threads"); the kernel marks them "domain invalid" until they are told so."""
+    """In a container the top of the hierarchy has processes in it. The groups below such a one are of use only as
+    threaded groups (cgroup-v2.rst, "Threads"); the kernel marks them "domain invalid" until they are told so."""
     if (group / "cgroup.type").read_text().strip() == "domain invalid":
         (group / "cgroup.type").write_text("threaded")
 
@@ -150,7 +152,7 @@ def _controllers(top: Path) -> list[str]:
 
 
 def for_cluster(cluster_id: str) -> Cgroup | None:
-    """The cgroups of a cluster on this machine; None where there is no hierarchy with the cpu controller that can be written."""
+    """The cgroups of a cluster on this machine; None where no hierarchy with the cpu controller can be written."""
     found = find_hierarchy(Path("/proc/self/mountinfo").read_text())
     # In a container it is often mounted read-only.
     return Cgroup(*found, cluster_id) if found and os.access(found[0], os.W_OK) else None

@@ -37,8 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--state-dir", metavar="DIR", help="files of the cluster [$MINISLURM_DIR or ~/.cache/dynarl/minislurm]")
-    common.add_argument("--name", default=DEFAULT_NAME, help="cluster name; another one has a state directory of its own")
+    common.add_argument(
+        "--state-dir", metavar="DIR", help="files of the cluster [$MINISLURM_DIR or ~/.cache/dynarl/minislurm]"
+    )
+    common.add_argument("--name", default=DEFAULT_NAME, help="cluster name; each has files of its own [mini]")
     parser = argparse.ArgumentParser(prog="minislurm", description="A real Slurm of N nodes on this machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -50,10 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     up = add("up", _up, "start a cluster and wait until its nodes are idle")
     up.add_argument("--nodes", type=int, required=True, metavar="N")
     up.add_argument("--gpus-per-node", type=int, default=0, metavar="G", help="fake GPUs [0]")
-    up.add_argument("--cpus-per-node", type=int, default=os.cpu_count(), metavar="C", help="CPUs Slurm believes in [this machine's]")
+    cpus = os.cpu_count()
+    up.add_argument("--cpus-per-node", type=int, default=cpus, metavar="C", help=f"CPUs Slurm believes in [{cpus}]")
     up.add_argument("--cpu-quota", type=float, metavar="Q", help="cores of compute per node, e.g. 0.25 [no limit]")
-    up.add_argument("--share", action="append", default=[], metavar="DIR", help="directory under /tmp or /dev/shm that nodes see")
-    up.add_argument("--slurmd-timeout", type=int, default=10, metavar="S", help="silence after which a node is DOWN [10]")
+    up.add_argument(
+        "--share", action="append", default=[], metavar="DIR", help="directory under /tmp or /dev/shm that nodes see"
+    )
+    up.add_argument("--slurmd-timeout", type=int, default=10, metavar="S", help="silence that makes a node DOWN [10 s]")
     add("down", _down, "stop it and leave nothing but its logs")
     add("status", _status, "what is running").add_argument("-o", choices=("table", "json"), default="table")
     add("env", _env, "shell lines that make srun, sbatch, squeue use it")
@@ -100,8 +105,9 @@ def _up(args: argparse.Namespace, paths: Paths) -> int:
 def shares(paths: Paths, asked: list[str]) -> tuple[str, ...]:
     """Directories under a private place of the nodes that they have to see, without those inside another one.
 
-    These are the ones asked for, the state directory, the current directory, this checkout, the home directory, the active
-    virtual environment and this Python. MiniSlurmError if an asked for one is no directory or is a private place itself.
+    These are the ones asked for, the state directory, the current directory, this checkout, the home directory, the
+    active virtual environment and this Python. MiniSlurmError if an asked for one is no directory or is a private
+    place itself.
     """
     wanted = []
     for directory in asked:
@@ -131,7 +137,8 @@ def _status(args: argparse.Namespace, paths: Paths) -> int:
     print(f"{data['state']}  {data['state_dir']}")
     for node in data["nodes"]:
         power = "on" if node["powered"] else "off"
-        print(f"  {node['name']:<6}{power:<5}{node['slurm'] or '-':<12}{node['address']:<16}{node['processes']} processes")
+        slurm = node["slurm"] or "-"
+        print(f"  {node['name']:<6}{power:<5}{slurm:<12}{node['address']:<16}{node['processes']} processes")
     return 0
 
 

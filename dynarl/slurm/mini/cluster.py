@@ -1,8 +1,8 @@
 """Up, down, failing and restoring a node.
 
-Order of `up`: record, head (bridge, munged, slurmctld), then all nodes side by side, then wait until Slurm calls each of them idle.
-Order of `down`: kill whoever belongs to the cluster; the kernel then takes namespaces, mounts, bridge and links by itself;
-remove the cgroups; look whether anything is left, and only then forget the record.
+Order of `up`: record, head (bridge, munged, slurmctld), then all nodes side by side, then wait until each is idle.
+Order of `down`: kill whoever belongs to the cluster; the kernel then takes namespaces, mounts, bridge and links by
+itself; remove the cgroups; look whether anything is left, and only then forget the record.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 def up(paths: Paths, spec: ClusterSpec, say: Say) -> Record:
-    """Start a cluster and return when all nodes are idle. One that is up already is left as it is, if it is the same."""
+    """Start a cluster and return when all nodes are idle. The same one, if it is up already, is left as it is."""
     preflight.check_root()
     _claim(paths)
     with records.locked(paths):
@@ -40,7 +40,7 @@ def up(paths: Paths, spec: ClusterSpec, say: Say) -> Record:
         if record and record.state == "up" and record.init(HEAD):
             _same_or_error(paths, record.spec, spec)
             if not slurm_states(paths):
-                raise MiniSlurmError(f"the cluster in {paths.root} does not answer; see its logs, then `minislurm down`")
+                raise MiniSlurmError(f"the cluster in {paths.root} does not answer: `minislurm down`, then up again")
             say(f"already up: {paths.root}")
             for name in record.spec.node_names:
                 if not record.init(name):
@@ -151,7 +151,7 @@ def _start(paths: Paths, record: Record, version: tuple[int, int], say: Say) -> 
     if cgroup:
         cgroup.prepare(quotas=record.spec.cpu_quota is not None)
     elif record.spec.cpu_quota is not None:
-        raise MiniSlurmError("--cpu-quota needs a writable cgroup hierarchy with the cpu controller; there is none here")
+        raise MiniSlurmError("--cpu-quota: no writable cgroup hierarchy with the cpu controller on this machine")
     for directory in (paths.etc, paths.log, paths.state_save, paths.local):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
@@ -168,7 +168,8 @@ def _start(paths: Paths, record: Record, version: tuple[int, int], say: Say) -> 
 
 
 def _start_head(paths: Paths, record: Record, cgroup: Cgroup | None, version: tuple[int, int]) -> Subnet:
-    # The file that is bound over /etc/hosts must be there before the namespaces, and is filled in when the subnet is known.
+    # The file that is bound over /etc/hosts must be there before the namespaces, and is filled in when the subnet is
+    # known.
     paths.hosts.touch()
     head = Starting(paths, record, cgroup, HEAD)
     head.send("go")
@@ -257,15 +258,16 @@ def _power_off(record: Record, cgroup: Cgroup | None, name: str) -> None:
 
 
 def _kill(record: Record, cgroup: Cgroup | None, hosts: tuple[str, ...]) -> set[int]:
-    """Kill what belongs to these hosts; returns what did not die. The first processes go last: until then they reap the others,
-    which a machine for tests often has nobody else for."""
+    """Kill what belongs to these hosts; returns what did not die. The first processes go last: until then they reap
+    the others, which a machine for tests often has nobody else for."""
     inits = {process.pid for host in hosts if (process := record.init(host))}
     processes.kill_all(lambda: set(members(record, cgroup, hosts)) - inits)
     return processes.kill_all(lambda: set(members(record, cgroup, hosts)))
 
 
 def _teardown(paths: Paths, record: Record) -> None:
-    """Remove everything of this cluster but its logs. MiniSlurmError names what could not be removed; the record stays then."""
+    """Remove everything of this cluster but its logs. MiniSlurmError names what could not be removed; the record
+    stays then."""
     left = []
     if record.boot_id == records.boot_id():  # else a reboot has removed all but the files
         cgroup = cgroups.for_cluster(record.id)
@@ -276,7 +278,7 @@ def _teardown(paths: Paths, record: Record) -> None:
         if link := net.login_link_gone(record.id, Subnet(record.subnet) if record.subnet >= 0 else None):
             left.append(f"network link {link}")
     if left:
-        raise MiniSlurmError("could not be removed: " + ", ".join(left) + f"; see {paths.root}, then `minislurm down` again")
+        raise MiniSlurmError(f"could not be removed: {', '.join(left)}. Remove the cause, then `minislurm down` again")
     for directory in (paths.etc, paths.state_save, paths.local):
         shutil.rmtree(directory, ignore_errors=True)
     paths.record.unlink(missing_ok=True)

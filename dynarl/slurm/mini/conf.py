@@ -94,7 +94,8 @@ def gres_conf(spec: ClusterSpec, paths: Paths) -> str:
 
 
 def cgroup_conf(version: tuple[int, int]) -> str:
-    """Keep Slurm away from cgroups: the first plugin that can be told so came with 24.05; cgroup/v1 mounts nothing unasked."""
+    """Keep Slurm away from cgroups: the first plugin that can be told so came with 24.05; cgroup/v1 mounts nothing
+    unasked."""
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"
 
 

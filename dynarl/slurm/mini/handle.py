@@ -22,7 +22,7 @@ from dynarl.slurm.mini.spec import Paths
 
 # Variables by which an outer job or shell would speak into the commands that are given here.
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "PMI", "OMPI_")
-FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
 
 class MiniSlurm:
@@ -37,7 +37,7 @@ class MiniSlurm:
         cls, state_dir: str | os.PathLike, nodes: int, cpus_per_node: int = 4, gpus_per_node: int = 0,
         cpu_quota: float | None = None, shares: tuple[str, ...] = (),
     ) -> MiniSlurm:  # fmt: skip
-        """Bring up a cluster, or take the one that is up there with the same parameters. RuntimeError with what went wrong."""
+        """Bring up a cluster, or take the same one if it is up there. RuntimeError says what went wrong."""
         handle = cls(state_dir)
         options = [f"--nodes={nodes}", f"--cpus-per-node={cpus_per_node}", f"--gpus-per-node={gpus_per_node}"]
         options += [] if cpu_quota is None else [f"--cpu-quota={cpu_quota}"]
@@ -79,10 +79,12 @@ class MiniSlurm:
         self, argv: list[str], timeout: float = 120, check: bool = True, cwd: str | os.PathLike | None = None,
         env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess:  # fmt: skip
-        """Run a command as on a login node of the cluster. RuntimeError with its output if it fails and `check` is set."""
+        """Run a command as on a login node. RuntimeError with its output if it fails and `check` is set."""
         return _run(argv, env={**self.env, **(env or {})}, timeout=timeout, check=check, cwd=cwd)
 
-    def run_on(self, node: str, argv: list[str], timeout: float = 120, check: bool = True) -> subprocess.CompletedProcess:
+    def run_on(
+        self, node: str, argv: list[str], timeout: float = 120, check: bool = True
+    ) -> subprocess.CompletedProcess:
         """Run a command on a node, outside of any job."""
         module = [sys.executable, "-P", "-m", "dynarl.slurm.mini", "exec", f"--state-dir={self.paths.root}", node, "--"]
         env = {**self.env, "PYTHONPATH": str(Path(dynarl.__file__).parents[1])}
@@ -98,7 +100,7 @@ class MiniSlurm:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_job(self, job_id: str, timeout: float = 120, states: set[str] = FINAL) -> str:
-        """Wait until the job is in one of these states (by default: has ended) and return that. TimeoutError with its fields.
+        """Wait until the job is in one of these states, by default has ended. TimeoutError with the job's fields.
 
         `sbatch --wait` would do, but looks only each 10 s or so.
         """
@@ -126,10 +128,13 @@ class MiniSlurm:
         return found
 
 
-def _run(argv: list[str], env: dict[str, str], timeout: float, check: bool = True, cwd=None) -> subprocess.CompletedProcess:
+def _run(
+    argv: list[str], env: dict[str, str], timeout: float, check: bool = True, cwd: str | os.PathLike | None = None
+) -> subprocess.CompletedProcess:
     done = subprocess.run(
-        argv, env=env, timeout=timeout, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
+        argv, env=env, timeout=timeout, cwd=cwd, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, errors="replace",
+    )  # fmt: skip
     if check and done.returncode:
         raise RuntimeError(f"`{shlex.join(argv)}` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done

@@ -29,7 +29,8 @@ class Starting:
         gpus = 0 if host == HEAD else spec.gpus_per_node
         if cgroup:
             cgroup.create(host, None if host == HEAD else spec.cpu_quota)
-        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(dynarl.__file__).parent.parent), "LANG": "C.UTF-8"}
+        checkout = str(Path(dynarl.__file__).parents[1])
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": checkout, "LANG": "C.UTF-8"}
         with open(paths.log / f"{host}.log", "a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-S", "-m", "dynarl.slurm.mini.node",

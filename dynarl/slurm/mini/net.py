@@ -1,8 +1,8 @@
 """Addresses and links of a cluster.
 
-The bridge and the nodes' links live in the head's network namespace, away from the machine's firewall rules, and vanish with it.
-The machine gets one interface, `minisl-<a>-<b>`, into subnet 198.18+a.b.0/24. Its name stands for the subnet, so that the kernel's
-refusal to make a name twice is the lock that keeps two clusters out of one subnet.
+The bridge and the nodes' links live in the head's network namespace, away from the machine's firewall rules, and
+vanish with it. The machine gets one interface, `minisl-<a>-<b>`, into subnet 198.<a>.<b>.0/24. Its name stands for the
+subnet, so that the kernel's refusal to make a name twice is the lock that keeps two clusters out of one subnet.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def link_head(head_pid: int, outside_pid: int, subnet: Subnet) -> bool:
             return False
         raise
     # Addresses are IPv4 only (addrgenmode none): otherwise each interface first spends a second on finding an IPv6 one.
-    # The ARP table forgets soon: with the kernel's defaults the head goes on for up to 45 s to send to the hardware address of
-    # a dead node, and slurmctld calls the node DOWN after 27 s instead of 8 to 15 s.
+    # The ARP table forgets soon: with the kernel's defaults the head goes on for up to 45 s to send to the hardware
+    # address of a dead node, and slurmctld calls the node DOWN after 27 s instead of 8 to 15 s.
     batch(
         f"""\
 link set lo up
@@ -146,8 +146,8 @@ def unlink_node(head_pid: int, name: str) -> None:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether anything listens on a TCP port in the network namespace of process `pid`. Looks, and does not connect: daemons
-    take a connection without a message for an error."""
+    """Whether anything listens on a TCP port in the network namespace of process `pid`. Looks, and does not connect:
+    daemons take a connection without a message for an error."""
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         _, local, _, state = line.split()[:4]
         if state == "0A" and int(local.rpartition(":")[2], 16) == port:
@@ -156,8 +156,8 @@ def listens(pid: int, port: int) -> bool:
 
 
 def login_link_gone(cluster_id: str, subnet: Subnet | None, timeout_s: float = 5.0) -> str | None:
-    """Wait for the cluster's link to vanish, as it does a moment after the head's last process; then delete it. Returns the name
-    of a link that stays."""
+    """Wait for the cluster's link to vanish, as it does a moment after the head's last process; then delete it.
+    Returns the name of a link that stays."""
     deadline = time.monotonic() + timeout_s
     while name := _login_link(cluster_id, subnet):
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
-"""The first process of a host (a node or the head): enters namespaces of its own, starts the daemons, reaps what they leave.
+"""The first process of a host (a node or the head): enters namespaces, starts the daemons, reaps what they leave.
 
     python3 -m dynarl.slurm.mini.node STATE_DIR CLUSTER_ID HOST GPUS SHARE...
 
-It waits for a line on its standard input before each stage, so that the one that starts it can write down what is about to be
-made. If that one dies in between, the input ends and so does this process.
+It waits for a line on its standard input before each stage, so that the one that starts it can write down what is
+about to be made. If that one dies in between, the input ends and so does this process.
 
     go       namespaces and mounts                              answers "ready namespaces"
     daemons  munged and slurmd or slurmctld (links are there)   answers "ready daemons"
@@ -74,7 +74,8 @@ def mount_private(paths: Paths, source: str, host: str, shares: list[str]) -> No
         os.makedirs(share, exist_ok=True)
         linux.mount(f"/proc/self/fd/{handle}", share, flags=linux.MS_BIND | linux.MS_REC)
         os.close(handle)
-    if host != HEAD:  # the head's local directory is the one that the machine sees: its munged serves the login node too
+    # The head's local directory is the one that the machine sees: its munged serves the login node too.
+    if host != HEAD:
         linux.mount(source, str(paths.local), "tmpfs", linux.MS_NOSUID, "mode=0755")
     linux.mount(str(paths.hosts), "/etc/hosts", flags=linux.MS_BIND)
 
@@ -114,7 +115,7 @@ def start_daemons(paths: Paths, host: str, gpus: int) -> dict[int, str]:
 
 
 def make_devices(directory: Path, gpus: int) -> None:
-    """Character devices that stand for GPUs. They are copies of /dev/null: the numbers of real GPUs may be forbidden here."""
+    """Character devices that stand for GPUs. They are copies of /dev/null, whose number is allowed everywhere."""
     directory.mkdir(exist_ok=True)
     for i in range(gpus):
         os.mknod(directory / f"nvidia{i}", stat.S_IFCHR | 0o666, os.makedev(1, 3))

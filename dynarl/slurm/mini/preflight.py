@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import glob
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 from dynarl.slurm.mini import MiniSlurmError, linux
 from dynarl.slurm.mini.conf import parse_version
 
-# Program to Debian package. PMIx, the way MPI programs find each other, is a plugin of Slurm's basic plugins.
+# Program to Debian package.
 PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -29,7 +32,28 @@ def complete_path() -> None:
 
 
 def missing_packages() -> list[str]:
-    return [package for program, package in PACKAGES.items() if shutil.which(program) is None]
+    missing = [package for program, package in PACKAGES.items() if shutil.which(program) is None]
+    return missing + missing_pmix_packages(glob.glob("/usr/lib/*/slurm-wlm"))
+
+
+def missing_pmix_packages(plugin_directories: list[str]) -> list[str]:
+    """What Debian's Slurm lacks for PMIx, by which the processes of an MPI program find each other.
+
+    Slurm's plugin loads the library by the name it holds, and says so only when a job starts: 24.11 wants
+    libpmix.so.2, 22.05 wants libpmix.so, which is in the development package. A Slurm from elsewhere has no such
+    directory, and is trusted.
+    """
+    if not plugin_directories:
+        return []
+    plugins = [plugin for directory in plugin_directories for plugin in glob.glob(f"{directory}/mpi_pmix_v*.so")]
+    if not plugins:
+        return ["slurm-wlm-basic-plugins"]
+    for name in re.findall(rb"libpmix\.so[.\d]*", Path(plugins[0]).read_bytes()):
+        try:
+            ctypes.CDLL(name.decode())
+        except OSError:
+            return ["libpmix-dev" if name == b"libpmix.so" else "libpmix2"]
+    return []
 
 
 def check() -> tuple[int, int]:
@@ -38,12 +62,12 @@ def check() -> tuple[int, int]:
     if missing := missing_packages():
         raise MiniSlurmError(
             f"not installed: {', '.join(missing)}. Type:\n"
-            f"    apt-get install -y --no-install-recommends {' '.join(missing)} slurm-wlm-basic-plugins"
+            f"    apt-get install -y --no-install-recommends {' '.join(missing)}"
         )
     check_namespaces()
     for path in ("/etc/hosts", "/dev/shm"):
         if not Path(path).exists():
-            raise MiniSlurmError(f"{path} does not exist, and every node needs a private one mounted over it: create it")
+            raise MiniSlurmError(f"{path} does not exist. Create it: every node mounts a private one over it")
     done = subprocess.run(["slurmd", "-V"], capture_output=True, text=True)
     if done.returncode:
         raise MiniSlurmError(f"`slurmd -V` failed: {done.stderr.strip()}")

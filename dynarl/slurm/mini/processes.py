@@ -1,8 +1,9 @@
 """Whose process is it, and killing exactly those.
 
-A process belongs to node `n1` of cluster `ab12` if its mount namespace holds a file system that was mounted with the source
-`minislurm-ab12-n1`: node.py does that first of all. No number is trusted that the kernel could have given to somebody else
-since. Processes that left those mounts (a container that pivots its root) are found by the node's cgroup or network namespace.
+A process belongs to node `n1` of cluster `ab12` if its mount namespace holds a file system that was mounted with the
+source `minislurm-ab12-n1`: node.py does that first of all. No number is trusted that the kernel could have given to
+somebody else since. Processes that left those mounts (a container that pivots its root) are found by the node's
+cgroup or network namespace.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def members(labels: Set[str], cgroup_pids: Set[int] = frozenset()) -> dict[int, 
 def kill_all(find: Callable[[], set[int]], timeout_s: float = 10.0) -> set[int]:
     """SIGKILL whatever `find` returns until it returns nothing. Returns what is left after `timeout_s`.
 
-    A process is signalled through a handle taken before `find` named it a second time: the pid cannot have changed hands.
+    A process is signalled through a handle taken before `find` named it again: the pid cannot have changed hands.
     """
     deadline = time.monotonic() + timeout_s
     while pids := find():

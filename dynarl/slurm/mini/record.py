@@ -1,4 +1,5 @@
-"""What a cluster has started, kept in state.json. It is written before a thing is made, so a crash leaves nothing unknown."""
+"""What a cluster has started, kept in state.json. It is written before a thing is made, so a crash leaves nothing
+unknown."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def load(paths: Paths) -> Record | None:
 
 
 def recover(paths: Paths) -> Record | None:
-    """The record as far as living processes tell it, for a state directory whose record was deleted under a running cluster."""
+    """The record as far as living processes tell it, for a state directory whose record was deleted under a running
+    cluster."""
     found: dict[str, dict[str, Process]] = {}
     for pid in all_pids():
         try:

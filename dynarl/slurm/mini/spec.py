@@ -12,8 +12,8 @@ from dynarl.slurm.mini import MiniSlurmError
 HEAD = "head"
 MAX_NODES = 200  # a /24 holds 254 addresses, of which the head and the login node take one each
 MIN_QUOTA = 0.05  # cores: 1 ms in each period of 20 ms; the kernel refuses less than 1 ms
-# Unix sockets are addressed by paths of at most 107 bytes. The longest under the state directory is that of Slurm's PMIx server,
-# /local/spool/stepd.slurm.pmix.<job>.<step>, with up to 45 bytes.
+# Unix sockets are addressed by paths of at most 107 bytes. The longest under the state directory is that of Slurm's
+# PMIx server, /local/spool/stepd.slurm.pmix.<job>.<step>, with up to 45 bytes.
 MAX_STATE_DIR_BYTES = 60
 
 
@@ -46,7 +46,7 @@ class ClusterSpec:
         if self.cpu_quota is not None:
             _check("--cpu-quota", self.cpu_quota, MIN_QUOTA, 4096)
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,30}", self.name):
-            raise MiniSlurmError(f"--name {self.name!r}: lower-case letters, digits, '-' and '_', a letter first, at most 31")
+            raise MiniSlurmError(f"--name {self.name!r}: a lower-case letter, then at most 30 of a-z, 0-9, '-' and '_'")
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Paths:
                 "paths of Unix sockets under it would not fit; choose a shorter --state-dir"
             )
         if re.search(r"[\s,=#\"'\\:%]", str(root)):
-            raise MiniSlurmError(f"state directory {str(root)!r}: slurm.conf cannot hold blanks, quotes or any of ,=#:%\\")
+            raise MiniSlurmError(f"state directory {str(root)!r}: slurm.conf takes no blanks, quotes or any of ,=#:%\\")
         return Paths(root)
 
     @property
@@ -123,7 +123,7 @@ class Paths:
 
     @property
     def local(self) -> Path:
-        """Private to each node: a memory file system is mounted here. On the machine it is the head's, as a plain directory."""
+        """Private to each node: a memory file system is mounted here. On the machine it is the head's."""
         return self.root / "local"
 
     @property

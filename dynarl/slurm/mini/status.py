@@ -15,8 +15,8 @@ SCHEMA = "minislurm-status/1"
 def status(paths: Paths) -> dict:
     """State of the cluster as plain data.
 
-    `state` is "down", "starting" (or a start that broke off), "up", "degraded" (a node is off or not usable) or "broken" (the
-    head is dead). A node's `slurm` is Slurm's word for it, None if Slurm does not answer.
+    `state` is "down", "starting" (or a start that broke off), "up", "degraded" (a node is off or not usable) or
+    "broken" (the head is dead). A node's `slurm` is Slurm's word for it, None if Slurm does not answer.
     """
     record = records.load(paths)
     if record is None or record.boot_id != records.boot_id():
