@@ -26,3 +26,10 @@ install_all() {
         install_venv
     ) 9>"$CACHE/install.lock"
 }
+
+# become COMMAND...: end as COMMAND, which then gets signals itself. Not as the first process of a container: that one has
+# to collect orphans, which a shell does and Python does not, and workers take a parent with the id 1 for a dead one.
+become() {
+    [ $$ -ne 1 ] || { "$@"; exit; }
+    exec "$@"
+}
