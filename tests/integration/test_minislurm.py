@@ -194,11 +194,14 @@ def test_a_directory_with_other_files_is_refused(minislurm, tmp_path):
 
 def test_without_root_it_says_so(state_dir):
     nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    checkout = str(Path(MINISLURM).parents[1])
-    done = subprocess.run(
-        [*nobody, "/usr/bin/python3", "-P", "-m", "dynarl.slurm.mini", "up", "--nodes", "1", "--state-dir", state_dir],
-        capture_output=True, text=True, cwd=checkout, env={"PYTHONPATH": checkout},
-    )  # fmt: skip
+    # A copy that others can read: a checkout below /root they cannot.
+    with tempfile.TemporaryDirectory(prefix="minislurm-") as readable:
+        shutil.copytree(Path(MINISLURM).parents[1] / "dynarl", Path(readable) / "dynarl")
+        os.chmod(readable, 0o755)
+        done = subprocess.run(
+            [*nobody, "/usr/bin/python3", "-P", "-m", "dynarl.slurm.mini", "up", "--nodes", "1", "--state-dir", state_dir],
+            capture_output=True, text=True, cwd=readable, env={"PYTHONPATH": readable},
+        )  # fmt: skip
     assert done.returncode == 1
     assert "root is needed" in done.stderr
 
