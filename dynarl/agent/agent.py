@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -364,22 +364,16 @@ class Agent:
     def version_dir(self, version: int) -> Path:
         return self.staging / f"v{version}"
 
-    async def on_stage(self, peer: str, version: int, source: str, weights: bool) -> None:
-        """Make the staging directory of a version from a model directory on the shared file system.
+    async def on_stage(self, peer: str, version: int, source: str) -> None:
+        """Make the staging directory of a version from a model directory on the shared file system."""
+        self._stage(version, Path(source), lambda path: True)
 
-        Always the small files (configuration, tokenizer); the weights too if asked for.
-        """
+    def _stage(self, version: int, source: Path, wanted: Callable[[Path], bool]) -> None:
         target = self.version_dir(version)
         target.mkdir(exist_ok=True)
-        for path in Path(source).iterdir():
-            if path.is_file() and (weights or path.suffix != ".safetensors"):
+        for path in source.iterdir():
+            if path.is_file() and wanted(path) and not (target / path.name).exists():
                 shutil.copyfile(path, target / path.name)
-
-    async def on_release(self, peer: str, keep: list[int]) -> None:
-        """Drop staged versions but those in `keep`."""
-        for path in self.staging.glob("v*"):
-            if int(path.name[1:]) not in keep:
-                shutil.rmtree(path, ignore_errors=True)
 
     # --- orders: one change of roles, in the order of its phases
 
@@ -480,9 +474,19 @@ class Agent:
         self._versions[role] = version
         return [answer["digest"] for answer in answers if answer and "digest" in answer]
 
-    async def on_broadcast(self, peer: str, epoch: int, ranks: list[int], root: int, version: int, num_bytes: int, limit_s: float) -> int:
-        """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32."""
-        return self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s)
+    async def on_broadcast(self, peer: str, epoch: int, ranks: list[int], root: int, version: int, num_bytes: int, source: str,
+                           keep: list[int], limit_s: float) -> int:
+        """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32.
+
+        The small files beside them (configuration, tokenizer) come from the model directory `source` on the shared file
+        system. Staged versions that are not in `keep` are dropped.
+        """
+        self._stage(version, Path(source), lambda path: path.suffix != ".safetensors")
+        checksum = self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s)
+        for path in self.staging.glob("v*"):
+            if int(path.name[1:]) not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+        return checksum
 
 
 def compare(trajectories: Iterable[Trajectory]) -> dict[str, float]:

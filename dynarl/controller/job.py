@@ -100,7 +100,7 @@ class Job:
         """Trainer, roles and progress as in `checkpoint`; without one, from the beginning."""
         source = checkpoint / "model" if checkpoint else await self._initial_model()
         version = self.weights.version + 1
-        await self.fleet.call_each(self.home, "stage", version=version, source=str(source), weights=True)
+        await self.fleet.call_each(self.home, "stage", version=version, source=str(source))
         await self.trainer.build(version)
         self.progress = Progress()
         if checkpoint:
@@ -220,15 +220,21 @@ class Job:
         await self._enter({n: "training" for n, may in self.may.items() if "training" in may}, "warm start")
         trainers = [n for n, r in self.epochs.roles.items() if r == "training"]
         replicas = [(n, d) for n in trainers for d in range(0, self.config.cluster.devices_per_node, self.config.training.tp)]
-        loss = math.nan
+        share = -(-config.batch_size // len(replicas))
+        counts = [max(0, min(share, config.batch_size - i * share)) for i in range(len(replicas))]
+
+        def draw(step: int) -> asyncio.Future[list[list[dict]]]:
+            first = (step - 1) * config.batch_size
+            return asyncio.gather(*(self.fleet.call(node, "demonstrations", start=first + i * share, count=counts[i])
+                                    for i, (node, _) in enumerate(replicas) if counts[i]))
+
+        drawn = draw(1)
         for step in range(1, config.steps + 1):
             began = time.monotonic()
             await self.trainer.begin(step, "sft")
-            share = -(-config.batch_size // len(replicas))
-            base = (step - 1) * config.batch_size
-            counts = [min(share, config.batch_size - i * share) for i in range(len(replicas))]
-            stats = await asyncio.gather(*(self._demonstrate(place, base + i * share, count)
-                                           for i, (place, count) in enumerate(zip(replicas, counts)) if count > 0))
+            batches, drawn = await drawn, draw(step + 1) if step < config.steps else drawn
+            stats = await asyncio.gather(*(self._demonstrate(place, -(step * len(replicas) + i), batch)
+                                           for i, (place, batch) in enumerate(zip(replicas, batches))))
             tokens = sum(s["tokens"] for s in stats)
             loss = sum(s["loss"] for s in stats) / tokens
             async with self.critical:
@@ -246,12 +252,10 @@ class Job:
         if self.config.algorithm.kl_loss_coef > 0:
             await self._keep_reference()
 
-    async def _demonstrate(self, place: tuple[str, int], start: int, count: int) -> dict[str, float]:
-        node, device = place
-        samples = await self.fleet.call(node, "demonstrations", start=start, count=count)
-        lease = -(start + 1)
+    async def _demonstrate(self, place: tuple[str, int], lease: int, samples: list[dict]) -> dict[str, float]:
+        """Accumulate the gradient of demonstrations at one replica; returns its statistics. Leases of this stage are negative."""
         done = self._leases[lease] = asyncio.get_running_loop().create_future()
-        await self.fleet.call(node, "demonstrate", lease=lease, device=device, samples=samples, width=self.config.training.tp)
+        await self.fleet.call(place[0], "demonstrate", lease=lease, device=place[1], samples=samples, width=self.config.training.tp)
         return await done
 
     async def _keep_reference(self) -> None:
@@ -337,13 +341,12 @@ class Job:
         """The leader's staged weights to `nodes`; other versions than `keep` are dropped there."""
         version, leader = self.weights.version, self.trainer.leader[0]
         nodes = sorted({*nodes, leader})
-        await self.fleet.call_each([n for n in nodes if n != leader], "stage", version=version, source=str(self._small_files()), weights=False)
         ranks = [self.fleet.agents[n].rank for n in nodes]
-        checksums = await self.fleet.call_each(nodes, "broadcast", epoch=self.epochs.epoch, ranks=ranks, version=version,
-                                               root=self.fleet.agents[leader].rank, num_bytes=self.weights.num_bytes, limit_s=300.0)
+        checksums = await self.fleet.call_each(
+            nodes, "broadcast", epoch=self.epochs.epoch, ranks=ranks, version=version, root=self.fleet.agents[leader].rank,
+            num_bytes=self.weights.num_bytes, source=str(self._small_files()), keep=keep, limit_s=300.0)
         if len(set(checksums.values())) != 1:
             raise JobFailed(f"weights of version {version} differ after the broadcast: {checksums}")
-        await self.fleet.call_each(nodes, "release", keep=keep)
 
     def _small_files(self) -> Path:
         return self.run_dir / "model"
