@@ -92,7 +92,8 @@ class Supervisor:
             environment = for_other_interpreter(environment, self._package_dir(), env)
         # Empty for the CPU: Megatron uses a GPU whenever torch sees one.
         environment["CUDA_VISIBLE_DEVICES"] = visible_device(os.environ, device) if device_kind == "cuda" else ""
-        command = [python or sys.executable, "-m", f"dynarl.roles.{role}.worker", "--socket", self._address, "--name", name]
+        command = [python or sys.executable, "-m", f"dynarl.roles.{role}.worker", "--socket", self._address, "--name", name,
+                   "--parent", str(os.getpid())]
         with path.open("ab") as output:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True)

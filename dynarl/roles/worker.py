@@ -82,10 +82,11 @@ def main(worker_class: type[Worker]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True, help="address of the agent, ipc://PATH")
     parser.add_argument("--name", required=True, help="identity of this worker")
+    parser.add_argument("--parent", type=int, help="process id of the agent")
     args = parser.parse_args()
     # The agent may be killed without a chance to clean up: then this process must not outlive it.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    if args.parent not in (None, os.getppid()):  # it died before the line above; an orphan's parent need not be process 1
         sys.exit("the agent that started this worker is gone")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
