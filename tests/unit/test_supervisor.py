@@ -153,7 +153,7 @@ def test_no_trace_of_slurm_or_mpi_reaches_a_worker(tmp_path, monkeypatch):
         lines = (await watched.log_has(worker, "end\n")).splitlines()
         assert [line for line in lines if line.startswith(("SLURM", "PMI", "OMPI_", "RANK=", "WORLD_", "MASTER_"))] == []
         assert {"SITE_SETTING=kept", "OMP_NUM_THREADS=2", "DYNARL_ROLE=rollout", "DYNARL_DEVICE=3"} <= set(lines)
-        assert lines[-7:-1] == ["-m", "dynarl.roles.rollout.worker", "--socket", f"ipc://{tmp_path}/agent.sock", "--name", "n1-rollout-3"]
+        assert lines[-9:-3] == ["-m", "dynarl.roles.rollout.worker", "--socket", f"ipc://{tmp_path}/agent.sock", "--name", "n1-rollout-3"]
 
     supervised(tmp_path, scenario)
 
