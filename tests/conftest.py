@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import sglang_environment
 
 from dynarl.slurm.mini import MiniSlurmError, preflight
 from dynarl.slurm.mini import cgroup as cgroups
@@ -37,7 +38,7 @@ def minislurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
     Clusters stay up until the session ends, and tests that ask for the same shape share one. A test may leave jobs
     behind, fail nodes, or take the cluster down: the next one that asks gets a sound one. The current directory, the
-    checkout and all of pytest's temporary directories are visible on the nodes.
+    checkout, all of pytest's temporary directories and SGLang's environment are visible on the nodes.
     """
     preflight.complete_path()
     try:
@@ -48,7 +49,7 @@ def minislurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     me = Process.of(os.getpid())
     top = CLUSTERS / f"{me.pid}-{me.start}"
     top.mkdir(parents=True, mode=0o700)
-    shares = (str(tmp_path_factory.getbasetemp()),)
+    shares = (str(tmp_path_factory.getbasetemp()), *sglang_environment.directories())
 
     def cluster(nodes: int = 2, quota: float | None = None, gpus: int = 0, cpus: int = 4) -> MiniSlurm:
         if quota is not None and cgroups.for_cluster("test") is None:

@@ -1,6 +1,5 @@
 """The rollout worker with SGLang, in the interpreter that bin/install-sglang makes (or DYNARL_SGLANG_PYTHON names)."""
 
-import os
 import subprocess
 import time
 import urllib.error
@@ -12,19 +11,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import sglang_environment  # noqa: E402
 from tiny_model import write_model  # noqa: E402
-from worker_harness import CHECKOUT, Harness  # noqa: E402
+from worker_harness import Harness  # noqa: E402
 
 from dynarl import wire  # noqa: E402
 from dynarl.roles.rollout.engine import Request  # noqa: E402
 from dynarl.roles.rollout.local_engine import LocalEngine  # noqa: E402
 
-PYTHON = os.environ.get("DYNARL_SGLANG_PYTHON", str(CHECKOUT / ".cache/sglang-venv/bin/python"))
 CONFIG = {"rollout": {"engine": "sglang", "max_running": 4, "args": [], "start_timeout_s": 400}, "cluster": {"device": "cpu"}}
 EOS = 7
 POSITIONS = 2048
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not os.path.exists(PYTHON), reason=f"no {PYTHON}: run bin/install-sglang")]
+pytestmark = sglang_environment.NEEDED
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def worker(models, tmp_path_factory):
     with Harness(tmp_path_factory.mktemp("agent")) as harness:
-        worker = harness.start("dynarl.roles.rollout.worker", "n1-rollout-0", python=PYTHON)
+        worker = harness.start("dynarl.roles.rollout.worker", "n1-rollout-0", python=sglang_environment.PYTHON)
         worker.call("load", timeout_s=400, model_dir=models[0], version=1, config=CONFIG)
         yield worker
 

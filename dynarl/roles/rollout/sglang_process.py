@@ -28,6 +28,8 @@ FIRST_PORT = 20_000
 START_ATTEMPTS = 3
 CALL_TIMEOUT_S = 120.0
 EXIT_SERVER_LOST = 72
+# A connection breaks a moment before its process is gone.
+ENDED_WITHIN_S = 1.0
 
 
 class SGLangProcess:
@@ -36,13 +38,15 @@ class SGLangProcess:
     def __init__(self, args: list[str], device: str, start_timeout_s: float):
         self._key = secrets.token_hex(16)
         self._process: subprocess.Popen | None = None
+        self._descriptor: int | None = None  # of the process, once the server has been ready
         self._closing = False
         deadline = time.monotonic() + start_timeout_s
         for _ in range(START_ATTEMPTS):
             self.port = free_port()
             self._process = self._start(args, device)
             if self._wait_until_ready(deadline):
-                threading.Thread(target=self._end_with_server, args=[os.pidfd_open(self._process.pid)], daemon=True).start()
+                self._descriptor = os.pidfd_open(self._process.pid)
+                threading.Thread(target=self._end_with_server, daemon=True).start()
                 return
             if not port_is_taken(self.port):
                 break
@@ -84,6 +88,9 @@ class SGLangProcess:
             connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
             response = connection.getresponse()
             data = response.read()
+        except (OSError, http.client.HTTPException):
+            self._end_with_server(ENDED_WITHIN_S)
+            raise
         finally:
             connection.close()
         if response.status != 200:
@@ -97,13 +104,16 @@ class SGLangProcess:
         """Exit status of the server, None while it runs."""
         return self._process.poll()
 
-    def _end_with_server(self, descriptor: int) -> None:
-        """A worker without its server is of no use, and would notice only at the next call: it ends, and is started again."""
+    def _end_with_server(self, timeout_s: float | None = None) -> None:
+        """End this worker if the server, which was ready once, ends within the time. Without its server a worker is of no
+        use, and while idle would not even notice; the agent starts it again.
+        """
+        if self._descriptor is None:
+            return
         poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        poll.poll()
-        if not self._closing:
-            logging.error("the SGLang server ended by itself, so this worker ends; why it ended is above in this log")
+        poll.register(self._descriptor, select.POLLIN)
+        if poll.poll(None if timeout_s is None else 1000 * timeout_s) and not self._closing:
+            logging.error("the SGLang server has ended, and so does this worker; what the server said is above in this log")
             os._exit(EXIT_SERVER_LOST)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ class RolloutWorker(Worker):
         super().__init__(*args)
         self._engine: Engine | None = None
         self._figures_sent = 0.0
+        self._requests = self._resumed = 0  # since the last weights
         self._rate = 0.0
         self._rate_from = (0.0, 0)  # (time, tokens) where the present measurement began
 
@@ -60,6 +61,9 @@ class RolloutWorker(Worker):
             self._engine = make_engine(model_dir, version, config or {})
         else:
             self._engine.load(model_dir, version)
+        if self._requests:
+            logging.info("requests since the last weights: %d, of which %d were begun elsewhere", self._requests, self._resumed)
+            self._requests = self._resumed = 0
         what = "engine started with weights of" if first else "weights updated in place to"
         logging.info("%s version %d in %.2f s", what, version, time.monotonic() - began)
 
@@ -68,6 +72,8 @@ class RolloutWorker(Worker):
         if not engine.busy():
             self._rate_from = (time.monotonic(), engine.figures().tokens)
         engine.submit(msgspec.convert(requests, list[Request]))
+        self._requests += len(requests)
+        self._resumed += sum(bool(request.get("response")) for request in requests)
 
     def do_abort(self, samples: list[str] | None = None) -> list[dict[str, Any]]:
         outputs = self._loaded().abort(samples)
