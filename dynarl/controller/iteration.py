@@ -98,7 +98,9 @@ class Iteration:
                 self._consider(to_train)
                 self._changed.clear()
                 try:
-                    await asyncio.wait_for(self._changed.wait(), TICK_S)
+                    # Not wait_for: Python 3.11's swallows a cancellation that comes together with the event.
+                    async with asyncio.timeout(TICK_S):
+                        await self._changed.wait()
                 except TimeoutError:
                     pass
         finally:
