@@ -78,9 +78,9 @@ class RolesBench(Job):
     async def measure(self, policy: Policy, roles: dict[str, str]) -> dict[str, float]:
         """One iteration of the fixed work under `policy`, starting in `roles`."""
         began = time.monotonic()
-        await self._enter(roles, f"bench: {policy.name}")
+        await self.enter(roles, f"bench: {policy.name}")
         entered = time.monotonic()
-        self._iteration = run = self._new_iteration(self.draw(1), temperature=self.config.algorithm.temperature, policy=policy)
+        self._stage = run = self._new_iteration(self.draw(1), temperature=self.config.algorithm.temperature, policy=policy)
         groups = list(run.ledger.groups.values())
         await self.trainer.begin(1, "grpo")
         await run.accumulate(groups)
@@ -88,7 +88,7 @@ class RolesBench(Job):
         await self.trainer.step({g.node for g in groups}, run.counted_tokens(groups), 0.0)
         stepped = time.monotonic()
         await self.sync_weights()
-        self._iteration = None
+        self._stage = None
         await self.fleet.call_each(self.home, "forget", iteration=1)
         ended = time.monotonic()
         tokens = sum(g.num_tokens for g in groups)
@@ -98,8 +98,8 @@ class RolesBench(Job):
 
     async def measure_move(self, number: int) -> dict[str, float]:
         """A node leaves rollout for training while it generates; phases in milliseconds."""
-        await self._enter(dict.fromkeys(self.home, "rollout"), "bench: move")
-        self._iteration = run = self._new_iteration(self.draw(1), policy=Policy(name="static"), train=False)
+        await self.enter(dict.fromkeys(self.home, "rollout"), "bench: move")
+        self._stage = run = self._new_iteration(self.draw(1), policy=Policy(name="static"), train=False)
         generating = asyncio.ensure_future(run.generate())
         await asyncio.sleep(1.0)
         node = sorted(n for n, home in self.home.items() if home == "rollout")[number % self.config.split.rollout]
@@ -107,7 +107,7 @@ class RolesBench(Job):
         outcome = await self.epochs.change({node: "training"}, self.weights, "bench: move", run._take_back)
         run._leaving.discard(node)
         await generating
-        self._iteration = None
+        self._stage = None
         await self.fleet.call_each(self.home, "forget", iteration=1)
         if not outcome.committed:
             raise RuntimeError(f"the move was cancelled: {outcome.reason}")

@@ -58,7 +58,7 @@ class Iteration:
     def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
                  down: set[tuple[str, str]], samples: list[str], *, split: str = "train", temperature: float = 1.0,
                  train: bool = True, scored_by_inference: bool = True, policy: Policy | None = None):
-        self._config, self._fleet, self._epochs, self._weights = config, fleet, epochs, weights
+        self._config, self._fleet, self._epochs, self.weights = config, fleet, epochs, weights
         self._may, self._down, self._split, self._temperature, self._train = may, down, split, temperature, train
         self._policy = policy or config.policy
         self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
@@ -202,7 +202,7 @@ class Iteration:
     def event_finished(self, node: str, *, sample: str, reward: float, correct: bool, timed_out: bool, tokens: int,
                        prompt_tokens: int, finish: str, version: int) -> None:
         group = self.ledger.groups.get(wire.group_of(sample))
-        if group is None or self.ledger.running.get(sample) != node or version != self._weights.version:
+        if group is None or self.ledger.running.get(sample) != node or version != self.weights.version:
             return
         full = self.ledger.finished(sample, node, reward=reward, tokens=tokens, finish=finish)
         self.tally.correct += correct
@@ -301,7 +301,7 @@ class Iteration:
                 f"{len(self.ledger.in_state(s))} groups {s}" for s in ("generated", "scored", "accumulated"))
             # After the first minibatch trainers are ahead of the weights that generated and score.
             for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
-                                  (self._weights, {n: r for n, r in moves.items() if r != "training"})):
+                                  (self.weights, {n: r for n, r in moves.items() if r != "training"})):
                 if part:
                     self.tally.switches.append(await self._epochs.change(part, weights, reason, self._take_back, lambda: self.ledger.num_live))
         except BaseException as error:

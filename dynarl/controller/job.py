@@ -26,6 +26,7 @@ from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.training import Trainer
+from dynarl.controller.warm_start import WarmStart
 from dynarl.dataflow.ledger import Group
 from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
@@ -71,8 +72,7 @@ class Job:
         self.may: dict[str, frozenset[str]] = {}
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
         self._resume_from, self._first_epoch = resume_from, first_epoch
-        self._iteration: Iteration | None = None
-        self._leases: dict[int, asyncio.Future] = {}  # warm-start leases
+        self._stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self._faults: asyncio.Queue[BaseException] = asyncio.Queue()
         self._restarts = 0
         self._reviving: set[asyncio.Task] = set()
@@ -115,7 +115,7 @@ class Job:
     async def recover_owners(self) -> None:
         """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh, from the
         newest checkpoint. The step lives on. Raises JobFailed after failure.max_restarts."""
-        self._iteration = None
+        self._stage = None
         self._restarts += 1
         if self._restarts > self.config.failure.max_restarts:
             raise JobFailed(f"given up after {self.config.failure.max_restarts} restarts (failure.max_restarts)")
@@ -215,48 +215,16 @@ class Job:
         await self.checkpoint()
 
     async def warm_start(self) -> None:
-        """Supervised steps on the task's own demonstrations, with every node that can train."""
-        config = self.config.warm_start
-        await self._enter({n: "training" for n, may in self.may.items() if "training" in may}, "warm start")
-        trainers = [n for n, r in self.epochs.roles.items() if r == "training"]
-        replicas = [(n, d) for n in trainers for d in range(0, self.config.cluster.devices_per_node, self.config.training.tp)]
-        share = -(-config.batch_size // len(replicas))
-        counts = [max(0, min(share, config.batch_size - i * share)) for i in range(len(replicas))]
-
-        def draw(step: int) -> asyncio.Future[list[list[dict]]]:
-            first = (step - 1) * config.batch_size
-            return asyncio.gather(*(self.fleet.call(node, "demonstrations", start=first + i * share, count=counts[i])
-                                    for i, (node, _) in enumerate(replicas) if counts[i]))
-
-        drawn = draw(1)
-        for step in range(1, config.steps + 1):
-            began = time.monotonic()
-            await self.trainer.begin(step, "sft")
-            batches, drawn = await drawn, draw(step + 1) if step < config.steps else drawn
-            stats = await asyncio.gather(*(self._demonstrate(place, -(step * len(replicas) + i), batch)
-                                           for i, (place, batch) in enumerate(zip(replicas, batches))))
-            tokens = sum(s["tokens"] for s in stats)
-            loss = sum(s["loss"] for s in stats) / tokens
-            async with self.critical:
-                await self.trainer.step(set(trainers), int(tokens), warmed_up_lr(config.lr, step, self.config.training.lr_warmup_steps))
-            self.weights = await self.trainer.export(self.weights.version + 1)
-            if step < config.steps:
-                await self._broadcast(trainers, keep=[self.weights.version])
-                await self.fleet.call_each(trainers, "refresh", version=self.weights.version)
-            self.writer.log(0, {"warm_start/loss": loss, "warm_start/step": step, "timing_s/warm_start_step": time.monotonic() - began})
-            self.last_event = time.monotonic()
+        """Supervised steps on the task's own demonstrations."""
+        self._stage = stage = WarmStart(self)
+        loss = await stage.run()
+        self._stage = None
         self.progress.warm_start_done = True
-        self.journal.append("warm_start_done", steps=config.steps, loss=loss, durable=True)
+        self.journal.append("warm_start_done", steps=self.config.warm_start.steps, loss=loss, durable=True)
         await self.sync_weights()
         await self.checkpoint()
         if self.config.algorithm.kl_loss_coef > 0:
             await self._keep_reference()
-
-    async def _demonstrate(self, place: tuple[str, int], lease: int, samples: list[dict]) -> dict[str, float]:
-        """Accumulate the gradient of demonstrations at one replica; returns its statistics. Leases of this stage are negative."""
-        done = self._leases[lease] = asyncio.get_running_loop().create_future()
-        await self.fleet.call(place[0], "demonstrate", lease=lease, device=place[1], samples=samples, width=self.config.training.tp)
-        return await done
 
     async def _keep_reference(self) -> None:
         """The reference of the KL term is the model after the warm start."""
@@ -267,11 +235,11 @@ class Job:
 
     async def evaluate(self, when: str) -> None:
         """Held-out accuracy of the current weights."""
-        await self._enter({n: "rollout" for n, may in self.may.items() if "rollout" in may}, "evaluation")
+        await self.enter({n: "rollout" for n, may in self.may.items() if "rollout" in may}, "evaluation")
         samples = [wire.sample_id(0, index, 0) for index in range(self.config.task.eval_size)]
-        self._iteration = run = self._new_iteration(samples, split="eval", temperature=self.config.task.eval_temperature, train=False)
+        self._stage = run = self._new_iteration(samples, split="eval", temperature=self.config.task.eval_temperature, train=False)
         await run.generate()
-        self._iteration = None
+        self._stage = None
         accuracy = run.tally.correct / len(samples)
         self.journal.append("evaluated", when=when, iteration=self.progress.iteration, accuracy=accuracy, size=len(samples),
                             timeouts=run.tally.timed_out, durable=True)
@@ -287,9 +255,9 @@ class Job:
         algorithm, began = self.config.algorithm, time.monotonic()
         samples = samples or self.draw(number)
         scored = any("inference" in may for may in self.may.values())
-        await self._enter(start_roles(self.config.policy, self.home), f"iteration {number} begins")
+        await self.enter(start_roles(self.config.policy, self.home), f"iteration {number} begins")
         self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
-        self._iteration = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
+        self._stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
         groups = list(run.ledger.groups.values())
         size = len(groups) // algorithm.minibatches
         away = frozenset(n for n, r in self.down if r == "training")
@@ -300,11 +268,13 @@ class Job:
             await run.accumulate(batch)
             stepped.append(await self._step(number, run, batch))
             if index + 1 < algorithm.minibatches:
-                await self._refresh_trainers(run)
+                # Inference still scores with the weights that generated.
+                await self.refresh_trainers([n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version)
+                run.training_weights = self.weights
         ended = time.monotonic()
         self.progress.iteration = number
         await self.sync_weights()
-        self._iteration = None
+        self._stage = None
         await self.fleet.call_each(self.home, "forget", iteration=number)
         self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
 
@@ -320,7 +290,7 @@ class Job:
         tokens = run.counted_tokens(batch)
         began = time.monotonic()
         async with self.critical:
-            lr = warmed_up_lr(self.config.training.lr, self.progress.step + 1, self.config.training.lr_warmup_steps)
+            lr = warmed_up_lr(self.config.training.lr, self.progress.step, self.config.training.lr_warmup_steps)
             stepped = await self.trainer.step(contributors, tokens, lr)
             self.progress.step += 1
             samples = run.ledger.trained(batch)
@@ -351,16 +321,13 @@ class Job:
     def _small_files(self) -> Path:
         return self.run_dir / "model"
 
-    async def _refresh_trainers(self, run: Iteration) -> None:
-        """Between minibatches the trainers go on with new weights; inference still scores with those that generated."""
-        generated_with = self.weights.version
+    async def refresh_trainers(self, nodes: list[str], keep: int | None = None) -> None:
+        """New weights for the trainers on `nodes` alone; version `keep` stays staged beside them, for roles that still use it."""
         self.weights = await self.trainer.export(self.weights.version + 1)
-        await self._broadcast(list(self.home), keep=[generated_with, self.weights.version])
-        trainers = [n for n, r in self.epochs.roles.items() if r == "training"]
-        await self.fleet.call_each(trainers, "refresh", version=self.weights.version)
-        run.training_weights = self.weights
+        await self._broadcast(nodes if keep is None else list(self.home), [self.weights.version] + [keep] * (keep is not None))
+        await self.fleet.call_each(nodes, "refresh", version=self.weights.version)
 
-    async def _enter(self, roles: dict[str, str], reason: str) -> None:
+    async def enter(self, roles: dict[str, str], reason: str) -> None:
         """Change to these roles, all on the newest weights. A worker that dies on the way is waited for."""
         for last_try in (False, False, True):
             await asyncio.gather(*self._reviving)
@@ -401,7 +368,7 @@ class Job:
     async def save_interrupted(self) -> None:
         """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done: then the
         weights are ahead of any whole iteration, and the newest older checkpoint stays what the next start uses."""
-        if self.config.algorithm.minibatches == 1 or self._iteration is None:
+        if self.config.algorithm.minibatches == 1 or self._stage is None:
             await self.checkpoint()
 
     # --- events
@@ -411,22 +378,18 @@ class Job:
 
     def event_finished(self, node: str, **data: Any) -> None:
         self.last_event = time.monotonic()
-        if self._iteration is not None:
-            self._iteration.event_finished(node, **data)
+        if self._stage is not None:
+            self._stage.event_finished(node, **data)
 
     def event_scored(self, node: str, **data: Any) -> None:
         self.last_event = time.monotonic()
-        if self._iteration is not None:
-            self._iteration.event_scored(node, **data)
+        if self._stage is not None:
+            self._stage.event_scored(node, **data)
 
     def event_trained(self, node: str, *, lease: int, **data: Any) -> None:
         self.last_event = time.monotonic()
-        if lease < 0:
-            waiting = self._leases.pop(lease, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(data["stats"])
-        elif self._iteration is not None:
-            self._iteration.event_trained(node, lease=lease, **data)
+        if self._stage is not None:
+            self._stage.event_trained(node, lease=lease, **data)
 
     def event_figures(self, node: str, **data: Any) -> None:
         self.last_event = time.monotonic()
@@ -445,8 +408,8 @@ class Job:
         elif role == "training" and self.home[node] == "training":
             self._faults.put_nowait(OwnerLost(text))
         elif role != "environment":
-            if self._iteration is not None:
-                self._iteration.worker_lost(node, role)
+            if self._stage is not None:
+                self._stage.worker_lost(node, role)
             if (node, role) not in self.down:
                 self.down.add((node, role))
                 task = asyncio.ensure_future(self._revive(node, role))

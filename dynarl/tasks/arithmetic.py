@@ -35,7 +35,8 @@ class ArithmeticArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     min_digits: Annotated[int, Meta(ge=1)] = 1
     max_digits: Annotated[int, Meta(ge=1)] = 1
     tail: float = 1.0  # a chain of n terms has probability proportional to n ** -tail; 0: all lengths alike
-    worked: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3  # share of demonstrations with worked steps
+    worked: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3  # share of demonstrations with worked steps ...
+    worked_first: Annotated[int, Meta(ge=0)] = 0  # ... after this many, which all have them
 
     def __post_init__(self) -> None:
         for low, high in (("min_terms", "max_terms"), ("min_digits", "max_digits")):
@@ -76,7 +77,8 @@ class Arithmetic(Task):
     def demonstration(self, index: int) -> tuple[str, str]:
         check_split("train", index)
         entry = self._entry("demonstration", index)
-        steps = worked_steps(entry["metadata"]["expression"]) if self._rng("form", index).random() < self.args.worked else ""
+        worked = index < self.args.worked_first or self._rng("form", index).random() < self.args.worked
+        steps = worked_steps(entry["metadata"]["expression"]) if worked else ""
         return entry["question"], f"{steps}{MARKER}{entry['answer']}"
 
     def symbols(self) -> list[str]:

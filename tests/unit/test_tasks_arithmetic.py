@@ -101,6 +101,12 @@ def test_the_share_of_worked_demonstrations_is_as_asked(share):
     assert abs(worked - share) < 0.05
 
 
+def test_the_first_demonstrations_can_all_be_worked():
+    task = Arithmetic({"worked": 0.0, "worked_first": 30}, seed=1)
+    worked = [not task.demonstration(index)[1].startswith(MARKER) for index in range(60)]
+    assert worked == [True] * 30 + [False] * 30
+
+
 def test_worked_lengths_have_a_long_tail():
     task = Arithmetic({"worked": 1.0}, seed=1)
     lengths = sorted(len(task.demonstration(index)[1]) for index in range(1000))
