@@ -92,12 +92,13 @@ def running(minislurm, tmp_path) -> JobRun:
     return job
 
 
-def test_a_killed_server_costs_its_worker_and_not_the_job_and_scancel_leaves_none(running):
+def test_a_server_that_dies_costs_its_worker_and_not_the_job_and_scancel_leaves_none(running):
     job = running
-    server = next(pid for pid, command in job.cluster.job_processes("n2").items() if "sglang_server" in command)
-    killed_at = kill(server)
-    (died,) = job.until(lambda: job.records("worker_died"), 10, "the worker's end is in the journal")
-    assert (died["node"], died["role"]) == ("n2", "rollout") and died["t"] - killed_at < 2.0
+    scheduler = next(pid for pid, command in job.cluster.job_processes("n2").items() if "sglang::scheduler" in command)
+    server = os.getsid(scheduler)
+    kill(scheduler)  # as when memory runs out; the server notices, and ends itself after some seconds
+    (died,) = job.until(lambda: job.records("worker_died"), 20, "the worker's end is in the journal")
+    assert (died["node"], died["role"], died["status"]) == ("n2", "rollout", "exit status 72")
     assert "the SGLang server has ended" in died["tail"][-1]
     job.until(lambda: "engine started" in log(job, "n2").partition("SGLang server has ended")[2], START_S, "its second start")
     steps = len(job.records("step_committed"))

@@ -55,7 +55,8 @@ class SGLangProcess:
 
     def _start(self, args: list[str], device: str) -> subprocess.Popen:
         path = [str(Path(dynarl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {KEY_VARIABLE: self._key, "HF_HUB_OFFLINE": "1"}
+        # TQDM_DISABLE: its progress bars would fill the worker's log.
+        environment = os.environ | {KEY_VARIABLE: self._key, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         if device == "cpu":
             path.insert(0, str(CPU_SUPPORT))
             # The seeded draw is a compiled function, and compiling for a CPU needs a C++ compiler on every node.
