@@ -17,7 +17,7 @@ Replica = tuple[str, int]  # (node, first device)
 
 # A replica joins only if it gets at least this many demonstrations of a step: below, sending it new weights after each step
 # takes longer than its share of the work.
-LEAST_SHARE = 32
+LEAST_SHARE = 16
 
 
 class WarmStart:
