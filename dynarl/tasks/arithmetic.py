@@ -82,7 +82,11 @@ class Arithmetic(Task):
         return entry["question"], f"{steps}{MARKER}{entry['answer']}"
 
     def symbols(self) -> list[str]:
-        return [INSTRUCTION, " + ", " - ", " = ", " =", MARKER, "\n", "-", *"0123456789"]
+        """An operation with its digit, and each small number, is one symbol: a step of the working then is one addition to
+        look up and one term to copy. Spelled digit by digit it takes several times the demonstrations to learn."""
+        operations = [f" {operator} {digit}" for operator in "+-" for digit in range(10)]
+        numbers = [*map(str, range(10, 100)), *map(str, range(-60, 0))]
+        return [INSTRUCTION, " + ", " - ", " = ", " =", MARKER, "\n", "-", *"0123456789", *operations, *numbers]
 
     def _make_entry(self, stream: str, index: int) -> dict[str, Any]:
         """Draw questions from a stream of random numbers until one lies on the stream's side of the hash rule."""

@@ -25,7 +25,7 @@ def test_question_and_response_are_encoded_apart_as_they_are_together():
 
 
 def test_the_vocabulary_can_be_cut_evenly():
-    assert CODEC.vocab_size == 32
+    assert CODEC.vocab_size == 192
 
 
 def test_decoding_stops_at_the_end_token_and_shows_other_special_tokens():
