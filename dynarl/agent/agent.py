@@ -164,9 +164,26 @@ class Agent:
         return len(names)
 
     async def _call_worker(self, name: str, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
-        if name not in self.supervisor.workers:
+        worker = self.supervisor.workers.get(name)
+        if worker is None:
             raise wire.CallError(f"{name} is not running")
+        try:
+            await asyncio.shield(worker.up)  # a message to a process that has not connected yet would be lost
+        except RuntimeError as error:
+            raise wire.CallError(str(error)) from None
         return await self.workers.call(name, method, timeout_s=timeout_s, **args)
+
+    def _processes(self, names: list[str]) -> list[WorkerProcess]:
+        """The processes behind these names. Raises CallError when one is not running."""
+        if absent := [name for name in names if name not in self.supervisor.workers]:
+            raise wire.CallError(f"{', '.join(absent)} not running")
+        return [self.supervisor.workers[name] for name in names]
+
+    def _check_same(self, before: list[WorkerProcess]) -> None:
+        """Raises CallError when a process was replaced since: the controller has offered its work to others then."""
+        for worker in before:
+            if self.supervisor.workers.get(worker.name) is not worker:
+                raise wire.CallError(f"{worker.name} died while its work was on the way")
 
     def _worker_died(self, worker: WorkerProcess, status: str, tail: list[str]) -> None:
         self.workers.peer_gone(worker.name, f"{worker.name} died: {status}")
@@ -174,7 +191,8 @@ class Agent:
         self._leases = {n: lease for n, lease in self._leases.items() if worker.name not in lease["workers"]}
         self._versions.pop(worker.role, None)
         if worker.role == "environment" and self.verifier is not None:
-            self.controller.spawn(self._restart_environment())
+            self.verifier.process_died()
+            self.controller.spawn(self.verifier.revive())
         self.controller.spawn(self.controller.emit(
             "", "worker_died", role=worker.role, device=worker.device, attempt=worker.attempt, status=status, tail=tail))
 
@@ -213,14 +231,16 @@ class Agent:
 
     async def _submit(self, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
                       holders: dict[str, str]) -> None:
+        names = self._of_role("rollout")
+        if not names:
+            raise wire.CallError(f"{self.node} has no rollout worker")
+        workers = self._processes(names)
         prompts = await self.verifier.prompts(split, [wire.prompt_of(r["sample"]) for r in requests])
         partial = await self._gather([(r["sample"], r["holder"]) for r in requests if r["holder"]], holders)
+        self._check_same(workers)
         load: dict[str, int] = defaultdict(int)
         for request in self._requests.values():
             load[request["worker"]] += 1
-        names = [w.name for w in self.supervisor.workers.values() if w.role == "rollout"]
-        if not names:
-            raise wire.CallError(f"{self.node} has no rollout worker")
         batches: dict[str, list[dict]] = defaultdict(list)
         for request in requests:
             sample = request["sample"]
@@ -239,8 +259,7 @@ class Agent:
 
         Requests that finished before are not among them: they are reported by their own events.
         """
-        names = [w.name for w in self.supervisor.workers.values() if w.role == "rollout"]
-        answers = await asyncio.gather(*(self._call_worker(name, "abort", samples=None) for name in names))
+        answers = await asyncio.gather(*(self._call_worker(name, "abort", samples=None) for name in self._of_role("rollout")))
         given_up = []
         for partial in (p for answer in answers for p in answer):
             request = self._requests.pop(partial["sample"], None)
@@ -278,7 +297,10 @@ class Agent:
 
     async def _hand_to_workers(self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str],
                                width: int) -> None:
+        names = [self.supervisor.name_of(role, d) for d in range(device, device + width)]
+        workers = self._processes(names)
         found = await self._gather([(s["sample"], s["holder"]) for s in samples], holders)
+        self._check_same(workers)
         payload = []
         for item in samples:
             trajectory = found[item["sample"]]
@@ -287,7 +309,6 @@ class Agent:
                 # No inference role in this job: the engine's own log-probabilities stand in.
                 trajectory.old_logprobs = trajectory.rollout_logprobs
             payload.append(msgspec.to_builtins(trajectory, builtin_types=(bytes,)))
-        names = [self.supervisor.name_of(role, d) for d in range(device, device + width)]
         self._leases[lease] = {"leader": names[0], "workers": set(names), "left": set(names), "found": found}
         await asyncio.gather(*(self._call_worker(name, method, lease=lease, samples=payload) for name in names))
 
@@ -348,8 +369,7 @@ class Agent:
         self._leases.clear()
         self._plan, self.active = None, role
         self.store.forget(sys.maxsize)
-        asleep = [w.name for w in self.supervisor.workers.values() if w.role in ROLES and w.role != role]
-        await asyncio.gather(*(self._call_worker(name, "sleep") for name in asleep))
+        await asyncio.gather(*(self._call_worker(name, "sleep") for other in ROLES if other != role for name in self._of_role(other)))
         await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(role)))
         self._gate.open()
 
@@ -393,7 +413,7 @@ class Agent:
         """Meet the other members in MPI: is everybody ready, with the same plan (or, after the transfer, the same weights)?"""
         plan = self._current(epoch)
         digest = zlib.crc32(msgspec.json.encode([plan["epoch"], sorted(plan["moves"].items()), plan["version"], plan["digest"]]))
-        return self.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, limit_s)
+        return await self.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, limit_s)
 
     async def on_quiesce(self, peer: str, epoch: int) -> dict:
         """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted: [lease]}."""
@@ -444,10 +464,12 @@ class Agent:
         self.remapper.forget(self._plan["ranks"])
         role = self._plan["moves"].get(self.node)
         self._plan = None
-        if role is not None:
-            await asyncio.gather(*(self._call_worker(name, "sleep") for name in self._of_role(role)))
-            await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(self.active)))
-        self._gate.open()
+        try:
+            if role is not None:
+                await asyncio.gather(*(self._call_worker(name, "sleep") for name in self._of_role(role)))
+                await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(self.active)))
+        finally:
+            self._gate.open()
 
     def _current(self, epoch: int) -> dict:
         if self._plan is None or self._plan["epoch"] != epoch:
@@ -482,7 +504,7 @@ class Agent:
         system. Staged versions that are not in `keep` are dropped.
         """
         self._stage(version, Path(source), lambda path: path.suffix != ".safetensors")
-        checksum = self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s)
+        checksum = await self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s)
         for path in self.staging.glob("v*"):
             if int(path.name[1:]) not in keep:
                 shutil.rmtree(path, ignore_errors=True)

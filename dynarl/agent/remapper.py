@@ -8,6 +8,7 @@ agent (and so the step, which the controller relaunches) should it never return.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -55,7 +56,7 @@ class Remapper:
         """Drop the communicator of `ranks`: a phase on it was cut short, so the members build a new one together."""
         self._communicators.pop(tuple(sorted(ranks)), None)
 
-    def vote(self, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
+    async def vote(self, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
         """All members say whether they are ready and which digest they computed (an unsigned 32-bit number).
 
         Returns {"agreed", "ready", "same_digest", "built"}; `agreed` only if all are ready with one digest.
@@ -64,11 +65,11 @@ class Remapper:
         mine = np.array([int(ready), digest, -digest], dtype=np.int64)
         least = np.empty_like(mine)
         request = communicator.Iallreduce(mine, least, op=MPI.MIN)
-        _complete(request, timeout_s, f"vote of epoch {epoch}")
+        await _complete(request, timeout_s, f"vote of epoch {epoch}")
         all_ready, same = bool(least[0]), int(least[1]) == -int(least[2])
         return {"agreed": all_ready and same, "ready": all_ready, "same_digest": same, "built": built}
 
-    def broadcast(self, epoch: int, ranks: list[int], root: int, path: Path, num_bytes: int, timeout_s: float) -> int:
+    async def broadcast(self, epoch: int, ranks: list[int], root: int, path: Path, num_bytes: int, timeout_s: float) -> int:
         """Copy the root's file `path` to every member's `path`. Returns the CRC-32 of what lies there now.
 
         The file appears under its name only when it is complete. Memory: one chunk of CHUNK_BYTES.
@@ -86,7 +87,7 @@ class Remapper:
                 if is_root and file.readinto(view) != len(view):
                     raise RuntimeError(f"{path} ended {left} bytes early: it must not change while it is sent")
                 request = communicator.Ibcast([view, MPI.BYTE], root=root_rank)
-                _complete(request, deadline - time.monotonic(), f"broadcast of {path.name}")
+                await _complete(request, deadline - time.monotonic(), f"broadcast of {path.name}")
                 if not is_root:
                     file.write(view)
                 checksum = zlib.crc32(view, checksum)
@@ -96,13 +97,14 @@ class Remapper:
         return checksum
 
 
-def _complete(request: MPI.Request, timeout_s: float, what: str) -> None:
+async def _complete(request: MPI.Request, timeout_s: float, what: str) -> None:
+    """Wait without holding up the agent: one that does not answer its controller meanwhile is taken for lost."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.0001
     while not request.Test():
         if time.monotonic() > deadline:
             raise PhaseTimeout(f"{what} did not complete within {timeout_s:.1f} s")
-        time.sleep(pause_s)
+        await asyncio.sleep(pause_s)
         pause_s = min(0.002, pause_s * 1.5)
 
 

@@ -125,13 +125,17 @@ class Controller:
         job = self.job_class(self.config, self.run_dir, self.attempt, home, self.fleet, self.journal, self.writer, self.resume_from, first_epoch)
         try:
             await self._race(job.set_up(), job, starting=True)
+            sound = True
             while True:
                 try:
-                    await self._race(job.body(), job)
-                    return None
+                    await self._race(job.body() if sound else job.recover_owners(), job)
+                    if sound:
+                        return None
+                    sound = True
+                # Owners seldom die alone: the next death may be reported while the first is being mended.
                 except (OwnerLost, CallError, TimeoutError) as error:
                     log.warning("the trainer starts again from the newest checkpoint: %s", error)
-                    await self._race(job.recover_owners(), job)
+                    sound = False
         except StepLost as error:
             return error
         except (Cancelled, TimeLimitNear):

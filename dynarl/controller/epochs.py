@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from dynarl.controller.fleet import Fleet
+from dynarl.controller.fleet import Fleet, StepLost
 from dynarl.hypergraph.journal import Journal
 from dynarl.wire import CallError
 
@@ -57,15 +57,16 @@ class Epochs:
         self.epoch = first_epoch
         self._turn = asyncio.Lock()
 
-    def go_home(self) -> None:
-        """Every node has its home role again, without a protocol: at a start, and after a fault that broke a change off."""
-        self.roles = dict(self._home)
-        self._journal.append("epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0)
+    async def go_home(self) -> None:
+        """Every node has its home role again, without a protocol: at a start, and after a fault. A change under way ends first."""
+        async with self._turn:
+            self.roles = dict(self._home)
+            self._journal.append("epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0)
 
     async def change(self, moves: dict[str, str], weights: Weights, reason: str,
                      on_quiesced: Callable[[Outcome], None] = lambda outcome: None, live: Callable[[], int] = lambda: 0) -> Outcome:
         """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up; `live` counts the
-        requests that are not finished."""
+        requests that are not finished. Raises StepLost when a commit reached some members only."""
         async with self._turn:
             moves = {node: role for node, role in moves.items() if self.roles[node] != role}
             if not moves:
@@ -92,18 +93,19 @@ class Epochs:
             clock.lap("vote_ms")
             stopped = time.monotonic()
             quiesced = True
-            answers = await self._ask(sorted(moves), "quiesce", epoch=self.epoch)
-            outcome.given_up = {node: answer["given_up"] for node, answer in answers.items()}
-            outcome.unstarted = {node: answer["unstarted"] for node, answer in answers.items()}
-            on_quiesced(outcome)
+            await self._quiesce(sorted(moves), outcome, on_quiesced)
             clock.lap("drain_ms")
             await self._ask(sorted(moves), "transfer", epoch=self.epoch)
             clock.lap("transfer_ms")
             self._check(await self._ask(members, "vote", epoch=self.epoch, limit_s=self._timeout_s), "after the transfer")
             clock.lap("verify_ms")
-            await self._ask(members, "commit", epoch=self.epoch)
         except (CallError, TimeoutError) as error:
             return await self._cancel(outcome, members, str(error), quiesced)
+        try:
+            await self._ask(members, "commit", epoch=self.epoch)
+        except (CallError, TimeoutError) as error:
+            # Some have changed by now, so there is no way back; and the others no longer know their role.
+            raise StepLost(f"epoch {self.epoch} was agreed on, but not everybody heard of it: {error}") from None
         self.roles.update(moves)
         clock.lap("commit_ms")
         outcome.committed, outcome.pause_ms = True, 1e3 * (time.monotonic() - stopped)
@@ -111,10 +113,22 @@ class Epochs:
                              pause_ms=outcome.pause_ms, live_requests=live(), given_up=sum(len(g) for g in outcome.given_up.values()))
         return outcome
 
+    async def _quiesce(self, nodes: list[str], outcome: Outcome, on_quiesced: Callable[[Outcome], None]) -> None:
+        """Stop the moving nodes. What they gave up is taken back also when one of them could not: nobody else has it now.
+
+        Without a time limit: a drain lasts as long as the work that was started.
+        """
+        answers = await asyncio.gather(*(self._fleet.call(node, "quiesce", epoch=self.epoch) for node in nodes), return_exceptions=True)
+        stopped = {node: answer for node, answer in zip(nodes, answers) if not isinstance(answer, BaseException)}
+        outcome.given_up = {node: answer["given_up"] for node, answer in stopped.items()}
+        outcome.unstarted = {node: answer["unstarted"] for node, answer in stopped.items()}
+        on_quiesced(outcome)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+
     async def _ask(self, nodes: list[str], method: str, **args: Any) -> dict[str, Any]:
-        # A drain lasts as long as the work that was started; the other phases have the votes' deadline.
-        limit = None if method == "quiesce" else 2 * self._timeout_s + 1
-        return await self._fleet.call_each(nodes, method, timeout_s=limit, **args)
+        return await self._fleet.call_each(nodes, method, timeout_s=2 * self._timeout_s + 1, **args)
 
     def _check(self, votes: dict[str, dict], when: str) -> None:
         verdict = next(iter(votes.values()))

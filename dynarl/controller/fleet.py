@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable
@@ -93,7 +92,7 @@ class Fleet:
         self.link = Link(socket, self, routed=True)
         self._server = asyncio.create_task(self.link.serve())
         self.agents: dict[str, AgentInfo] = {}
-        self._heard: dict[str, float] = {}
+        self._unanswered: dict[str, int] = {}  # heartbeats since the last sign of life
         self._hello = asyncio.Event()
         self._srun: asyncio.subprocess.Process | None = None
         self.ended: asyncio.Task[int] | None = None
@@ -105,7 +104,7 @@ class Fleet:
     async def launch(self, nodes: dict[str, str], timeout_s: float = 120.0) -> list[str]:
         """Start the step on `nodes` and wait for all agents. Returns the command line. Raises SlurmError."""
         self.agents.clear()
-        self._heard.clear()
+        self._unanswered.clear()
         self._hello.clear()
         self.stopping = False
         argv = command_line(step_spec(self._config, nodes, self.address, self._run, self._attempt))
@@ -169,6 +168,7 @@ class Fleet:
     async def _beat(self) -> None:
         while True:
             for node in list(self.agents):
+                self._unanswered[node] = self._unanswered.get(node, 0) + 1
                 await self.link.emit(node, "heartbeat")
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -181,8 +181,8 @@ class Fleet:
             elif self.ended.done():
                 raise StepLost(f"the step ended with status {self.ended.result()}")
             else:
-                now = time.monotonic()
-                silent = frozenset(node for node, heard in self._heard.items() if now - heard > AGENT_SILENCE_S)
+                # Counted, not timed: if this process itself stands still for a while, it has not asked either.
+                silent = frozenset(node for node, count in self._unanswered.items() if count * HEARTBEAT_S > AGENT_SILENCE_S)
                 if silent:
                     raise StepLost(f"no sign of life from {', '.join(sorted(silent))} for {AGENT_SILENCE_S:g} s", silent)
 
@@ -207,10 +207,10 @@ class Fleet:
     # --- events
 
     def event_alive(self, peer: str) -> None:
-        self._heard[peer] = time.monotonic()
+        self._unanswered[peer] = 0
 
     def event_hello(self, peer: str, **data: Any) -> None:
-        self._heard[peer] = time.monotonic()
+        self._unanswered[peer] = 0
         self.agents[peer] = AgentInfo(**data)
         self._hello.set()
         self.listener.event_agent_up(self.agents[peer])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable
 
@@ -66,6 +67,7 @@ class Iteration:
         self.tally = Tally()
         self.training_weights = weights
         self._leaving: set[str] = set()
+        self._lives: Counter[str] = Counter()  # rollout workers that each node has lost
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._error: BaseException | None = None
@@ -160,7 +162,9 @@ class Iteration:
             handed = self.ledger.dispatch(node, max(0, min(capacity, max(share, 1)) - running[node]))
             if handed:
                 running[node] += len(handed)
-                self._spawn(self._generate(node, handed), lambda node=node, handed=handed: self._requests_failed(node, handed))
+                lives = self._lives[node]
+                self._spawn(self._generate(node, handed),
+                            lambda node=node, handed=handed, lives=lives: self._requests_failed(node, handed, lives))
 
     async def _generate(self, node: str, handed: list[tuple[str, str | None]]) -> None:
         holders = {holder for _, holder in handed if holder}
@@ -170,8 +174,9 @@ class Iteration:
             temperature=self._temperature, seed=self._config.run.seed, max_response_tokens=self._config.algorithm.max_response_tokens,
             holders={h: addresses[h] for h in holders})
 
-    def _requests_failed(self, node: str, handed: list[tuple[str, str | None]]) -> None:
-        for sample, holder in handed:
+    def _requests_failed(self, node: str, handed: list[tuple[str, str | None]], lives: int) -> None:
+        # When the worker has died since, they were offered again then, and may be running there a second time.
+        for sample, holder in handed if lives == self._lives[node] else ():
             self.ledger.returned(sample, node, holder=holder)
 
     def _hand_out_groups(self, role: str, method: str, groups: list[Group]) -> None:
@@ -257,6 +262,7 @@ class Iteration:
         if role == "environment":
             return
         self.ledger.worker_lost(node, role)
+        self._lives[node] += role == "rollout"
         self._devices = {lease: where for lease, where in self._devices.items()
                          if where[0] != node or self._is_held(lease)}
         self._wake()

@@ -94,7 +94,7 @@ class Job:
                                for node in self.home for role in sorted(self.may[node]) for device in range(config.cluster.devices_per_node)),
                              *(self._start_environment(node) for node in self.home))
         await self._load_state(self._resume_from)
-        self.epochs.go_home()
+        await self.epochs.go_home()
 
     async def _load_state(self, checkpoint: Path | None) -> None:
         """Trainer, roles and progress as in `checkpoint`; without one, from the beginning."""
@@ -110,7 +110,7 @@ class Job:
         self.weights = Weights(version, "")
         # The weights leave the trainer once before anything else, so that every node has the trainer's own digest of them.
         await self.sync_weights()
-        await asyncio.gather(*(self._prepare_role(node, role) for node in self.home for role in sorted(self.may[node])))
+        await asyncio.gather(*(self._prepare_role(node, role, self.weights.version) for node in self.home for role in sorted(self.may[node])))
 
     async def recover_owners(self) -> None:
         """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh, from the
@@ -124,7 +124,7 @@ class Job:
         await asyncio.gather(*self._reviving, return_exceptions=True)
         training = [node for node in self.home if "training" in self.may[node]]
         lost = {(n, r) for n, r in self.down if r != "training"}
-        self.epochs.go_home()
+        await self.epochs.go_home()
         await asyncio.gather(*(self.fleet.call(node, "halt", role=role) for node, role in self.home.items()))
         for role, nodes in [("training", training)] + [(r, [n]) for n, r in sorted(lost)]:
             await self.fleet.call_each(nodes, "kill_workers", role=role)
@@ -166,32 +166,32 @@ class Job:
                                     model=msgspec.to_builtins(self.config.model), tokenizer_dir=str(target), seed=self.config.run.seed)
         return target
 
-    async def _prepare_role(self, node: str, role: str) -> None:
+    async def _prepare_role(self, node: str, role: str, version: int) -> None:
         """Models of the roles that do not own them: build inference, load rollout."""
         places = range(self.config.cluster.devices_per_node)
-        directory = self.trainer.staged(node, self.weights.version)
+        directory = self.trainer.staged(node, version)
         if role == "rollout":
             await asyncio.gather(*(self.fleet.worker(node, role, d, "load", timeout_s=self.config.rollout.start_timeout_s,
-                                                     model_dir=directory, version=self.weights.version,
+                                                     model_dir=directory, version=version,
                                                      config=msgspec.to_builtins(self.config)) for d in places))
-            await self.fleet.call(node, "loaded", role=role, version=self.weights.version)
+            await self.fleet.call(node, "loaded", role=role, version=version)
         elif role == "inference":
-            await self._build_inference(node, directory)
+            await self._build_inference(node, directory, version)
         if self.epochs.roles[node] != role:
             await asyncio.gather(*(self.fleet.worker(node, role, d, "sleep") for d in places))
 
-    async def _build_inference(self, node: str, directory: str) -> None:
+    async def _build_inference(self, node: str, directory: str, version: int) -> None:
         width = self.config.training.tp
         for first in range(0, self.config.cluster.devices_per_node, width):
             store = await self.fleet.worker(node, "inference", first, "serve_store", host=self.fleet.agents[node].host)
             world = f"inference-{node}-{first}-{time.monotonic_ns()}"
             await asyncio.gather(*(self.fleet.worker(
                 node, "inference", first + rank, "build", config=msgspec.to_builtins(self.config), store=store, world=world, rank=rank,
-                size=width, model_dir=directory, version=self.weights.version) for rank in range(width)))
+                size=width, model_dir=directory, version=version) for rank in range(width)))
             if self.config.algorithm.kl_loss_coef > 0:
                 reference = str(self._reference_dir())
                 await asyncio.gather(*(self.fleet.worker(node, "inference", first + rank, "ref_load", model_dir=reference) for rank in range(width)))
-        await self.fleet.call(node, "loaded", role="inference", version=self.weights.version)
+        await self.fleet.call(node, "loaded", role="inference", version=version)
 
     def _reference_dir(self) -> Path:
         warm = self.run_dir / "reference"
@@ -304,6 +304,7 @@ class Job:
 
     async def sync_weights(self) -> None:
         """Trainer -> staging of every node, by MPI between the agents. Roles read it from there when they become active."""
+        await asyncio.gather(*self._reviving)  # they read the weights that go out of use now
         self.weights = await self.trainer.export(self.weights.version + 1)
         await self._broadcast(list(self.home), keep=[self.weights.version])
 
@@ -323,6 +324,7 @@ class Job:
 
     async def refresh_trainers(self, nodes: list[str], keep: int | None = None) -> None:
         """New weights for the trainers on `nodes` alone; version `keep` stays staged beside them, for roles that still use it."""
+        await asyncio.gather(*self._reviving)
         self.weights = await self.trainer.export(self.weights.version + 1)
         await self._broadcast(nodes if keep is None else list(self.home), [self.weights.version] + [keep] * (keep is not None))
         await self.fleet.call_each(nodes, "refresh", version=self.weights.version)
@@ -422,15 +424,20 @@ class Job:
             self._faults.put_nowait(JobFailed(f"a worker could not be started again: {task.exception()}"))
 
     async def _revive(self, node: str, role: str) -> None:
-        """Fresh workers of a role on one node, on the current weights."""
+        """Fresh workers of a role on one node, on the weights of its role; these do not change before it is done."""
         await self.fleet.call(node, "kill_workers", role=role)  # what is left of a tensor-parallel replica is of no use
         devices = range(self.config.cluster.devices_per_node)
         await asyncio.gather(*(self._start_worker(node, role, device) for device in devices))
         if role == "training":
-            await self.trainer.build_borrowed(node, self.weights.version)
+            await self.trainer.build_node(node, self.weights.version)
             await self.fleet.call(node, "loaded", role=role, version=self.weights.version)
+            # Not beside a reduction: one worker would wait for the old group and another for the new one.
+            async with self.critical:
+                await self.trainer.join(without=frozenset(n for n, r in self.down if r == "training" and n != node))
         else:
-            await self._prepare_role(node, role)
+            # After the first minibatch trainers are ahead of the weights that generate and score.
+            weights = self._stage.weights if isinstance(self._stage, Iteration) else self.weights
+            await self._prepare_role(node, role, weights.version)
         self.down.discard((node, role))
 
     async def fault(self) -> None:

@@ -57,15 +57,11 @@ class Trainer:
         await asyncio.gather(
             *(self._build(place, self._store, world, rank, len(self.owners), True, version)
               for rank, place in enumerate(self.owners)),
-            *(self._build_node(node, version) for node in self.borrowed_nodes))
+            *(self.build_node(node, version) for node in self.borrowed_nodes))
         await self.join()
 
-    async def build_borrowed(self, node: str, version: int) -> None:
-        """Build the replicas of one node anew, after its workers were restarted."""
-        await self._build_node(node, version)
-        await self.join()
-
-    async def _build_node(self, node: str, version: int) -> None:
+    async def build_node(self, node: str, version: int) -> None:
+        """Build the borrowed replicas of one node; they take part once everybody has joined again."""
         for first in range(0, self._config.cluster.devices_per_node, self._tp):
             places = [(node, d) for d in range(first, first + self._tp)]
             store = await self._on(places[0], "serve_store", host=self._host(node))

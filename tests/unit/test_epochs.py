@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dynarl.controller.epochs import Epochs, Weights
-from dynarl.controller.fleet import Fleet
+from dynarl.controller.fleet import Fleet, StepLost
 from dynarl.hypergraph import journal
 from dynarl.wire import CallError
 
@@ -219,6 +219,22 @@ def test_after_the_stop_a_failure_rolls_back_and_what_was_given_up_is_returned(t
     assert reason in records[1]["reason"] and records[1]["rolled_back"] is True
 
 
+def test_what_others_gave_up_is_returned_when_one_node_cannot_stop(tmp_path):
+    async def scenario(epochs, agents):
+        agents.agents["n1"].given_up = [{"sample": "1:0:0", "tokens": 3}]
+        agents.agents["n3"].unstarted = [12]
+        agents.faults["n2", "quiesce"] = CallError("n2-rollout-0 died: killed by SIGKILL")
+        seen = []
+        outcome = await epochs.change(dict.fromkeys(("n1", "n2", "n3"), "training"), WEIGHTS, "", seen.append)
+        assert not outcome.committed and "n2-rollout-0 died" in outcome.reason
+        assert seen == [outcome]
+        assert outcome.given_up == {"n1": [{"sample": "1:0:0", "tokens": 3}], "n3": []}
+        assert outcome.unstarted == {"n1": [], "n3": [12]}
+        assert not agents.nodes("transfer")
+
+    assert on_epochs(tmp_path, scenario)[-1]["rolled_back"] is True
+
+
 def test_a_member_that_cannot_even_roll_back_does_not_keep_the_others(tmp_path):
     async def scenario(epochs, agents):
         agents.faults = {("n4", "prepare"): CallError("n4 is gone"), ("n4", "rollback"): CallError("n4 is gone")}
@@ -226,6 +242,16 @@ def test_a_member_that_cannot_even_roll_back_does_not_keep_the_others(tmp_path):
         assert agents.agents["n1"].plan is agents.agents["n5"].plan is None
 
     assert [record["type"] for record in on_epochs(tmp_path, scenario)] == ["epoch_proposed", "epoch_cancelled"]
+
+
+def test_a_commit_that_reaches_only_some_ends_the_step(tmp_path):
+    async def scenario(epochs, agents):
+        agents.faults["n5", "commit"] = TimeoutError("n5: no answer to commit within 3 s")
+        with pytest.raises(StepLost, match="epoch 11 was agreed on, but not everybody heard of it: n5: no answer"):
+            await epochs.change({"n1": "training"}, WEIGHTS, "")
+        assert not agents.nodes("rollback")
+
+    assert [record["type"] for record in on_epochs(tmp_path, scenario)] == ["epoch_proposed"]
 
 
 def test_changes_take_turns(tmp_path):
@@ -245,8 +271,11 @@ def test_changes_take_turns(tmp_path):
 
 def test_going_home_is_on_record(tmp_path):
     async def scenario(epochs, agents):
-        await epochs.change({"n1": "training"}, WEIGHTS, "")
-        epochs.go_home()
+        agents.slow = {"transfer": 0.02}
+        change = asyncio.create_task(epochs.change({"n1": "training"}, WEIGHTS, ""))
+        await asyncio.sleep(0.005)
+        await epochs.go_home()
+        assert (await change).committed  # it was under way, and came before
         assert epochs.roles == HOME
 
     assert on_epochs(tmp_path, scenario)[-1]["roles"] == HOME

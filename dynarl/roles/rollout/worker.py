@@ -76,16 +76,20 @@ class RolloutWorker(Worker):
         self._resumed += sum(bool(request.get("response")) for request in requests)
 
     def do_abort(self, samples: list[str] | None = None) -> list[dict[str, Any]]:
-        outputs = self._loaded().abort(samples)
+        if self._engine is None:  # just restarted
+            return []
+        outputs = self._engine.abort(samples)
         # Finished while it was being aborted: the event goes out before the answer to this call.
         self._report([output for output in outputs if output.finish != ABORT])
         return [msgspec.to_builtins(output, builtin_types=(bytes,)) for output in outputs if output.finish == ABORT]
 
     def do_sleep(self) -> None:
-        self._loaded().sleep()
+        if self._engine is not None:
+            self._engine.sleep()
 
     def do_wake(self) -> None:
-        self._loaded().wake()
+        if self._engine is not None:
+            self._engine.wake()
 
     def do_figures(self) -> dict[str, Any]:
         engine = self._loaded()

@@ -1,0 +1,249 @@
+"""A fleet of agents whose workers only pretend, for tests of the controller's iteration.
+
+Answers and gradients take milliseconds of virtual time, workers die, messages fail, gradient buffers are counters: what an
+optimizer step would add up can be read from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+
+from dynarl import wire
+from dynarl.controller.epochs import Weights
+from dynarl.controller.fleet import Fleet
+from dynarl.controller.iteration import Iteration
+from dynarl.rpc import PeerGone
+from dynarl.wire import CallError
+
+WEIGHTS = Weights(version=7, digest="c0ffee")
+TICK_S = 0.001
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop on which waiting takes no time: its clock jumps to the next timer. For programs without real I/O."""
+
+    def __init__(self):
+        super().__init__()
+        self._now = 0.0
+        self._poll = self._selector.select
+        self._selector.select = self._jump
+
+    def time(self) -> float:
+        return self._now
+
+    def _jump(self, timeout_s: float | None) -> list:
+        if timeout_s is None:
+            raise RuntimeError("everybody waits and nothing is due")
+        self._now += timeout_s
+        return self._poll(0)
+
+
+class Node:
+    """An agent with its workers. `requests`: sample -> [tokens so far]; `work[role]`: leases in the workers' queues."""
+
+    def __init__(self, name: str, active: str):
+        self.name, self.active = name, active
+        self.peer_address, self.rank = f"tcp://{name}", int(name[1:])
+        self.open, self.inside = True, 0
+        self.dead: set[str] = set()
+        self.lives: Counter[str] = Counter()
+        self.requests: dict[str, list[int]] = {}
+        self.held: dict[str, int] = {}  # sample -> tokens in the store
+        self.work: dict[str, list[dict]] = defaultdict(list)
+        self.buffer: Counter[str] = Counter()
+        self.plan: dict | None = None
+
+
+class Cluster:
+    """Stands for the fleet and all nodes. Events go to `iteration`. `chaos(kind)` is asked before everything that can fail."""
+
+    call_each = Fleet.call_each
+
+    def __init__(self, roles: dict[str, str], seed: int, chaos_share: float = 0.0, longest: int = 30):
+        self.random = random.Random(seed)
+        self.agents = {name: Node(name, role) for name, role in roles.items()}
+        self.down: set[tuple[str, str]] = set()
+        self.iteration: Iteration | None = None
+        self.chaos_share, self.longest = chaos_share, longest
+        self.faults: Counter[str] = Counter()
+        self.tasks: set[asyncio.Task] = set()
+
+    def chaos(self, kind: str) -> bool:
+        struck = self.random.random() < self.chaos_share
+        self.faults[kind] += struck
+        return struck
+
+    def spawn(self, work) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def pause(self, ticks: float = 1.0) -> None:
+        await asyncio.sleep(self.random.random() * ticks * TICK_S)
+
+    async def call(self, name, method, /, timeout_s=None, **args):
+        await self.pause()
+        answer = await getattr(self, f"on_{method}")(self.agents[name], **args)
+        await self.pause()
+        return answer
+
+    # --- workers
+
+    def kill(self, node: Node, role: str) -> None:
+        """As the agent reports it and the controller takes it; the worker is back after some ticks."""
+        node.dead.add(role)
+        node.lives[role] += 1
+        self.down.add((node.name, role))
+        if role == "rollout":
+            node.requests.clear()
+        node.work[role].clear()
+        if role == "training":
+            node.buffer.clear()
+        self.iteration.worker_lost(node.name, role)
+        self.spawn(self.revive(node, role))
+
+    async def reap(self, may: dict[str, frozenset[str]]) -> None:
+        """Any worker may die at any time, also one that sleeps."""
+        while True:
+            await self.pause(20)
+            node = self.random.choice(list(self.agents.values()))
+            role = self.random.choice(sorted(may[node.name]))
+            if role not in node.dead and self.chaos("a worker dies, asleep or not"):
+                self.kill(node, role)
+
+    async def revive(self, node: Node, role: str) -> None:
+        await asyncio.sleep(10 * TICK_S)  # longer than any message takes
+        await self.pause(30)
+        node.dead.discard(role)
+        self.down.discard((node.name, role))
+
+    async def decode(self, node: Node, sample: str, request: list[int]) -> None:
+        while request[0] < self.lengths(sample):
+            await self.pause()
+            if node.requests.get(sample) is not request:
+                return
+            request[0] += 1
+        del node.requests[sample]
+        await self.pause(20)  # the verifier
+        node.held[sample] = request[0]
+        self.iteration.event_finished(node.name, sample=sample, reward=float(wire.prompt_of(sample) % 2), correct=True, timed_out=False,
+                                      tokens=request[0], prompt_tokens=2, finish="stop", version=WEIGHTS.version)
+
+    def lengths(self, sample: str) -> int:
+        return 1 + random.Random(sample).randrange(self.longest)
+
+    async def serve(self, node: Node, role: str) -> None:
+        """Works off the queue of a role, one lease at a time, until it is empty."""
+        while node.work[role]:
+            entry = node.work[role][0]
+            entry["started"] = True
+            await self.pause(6)
+            if not node.work[role] or node.work[role][0] is not entry:
+                return
+            node.work[role].pop(0)
+            if role == "training":
+                for sample in entry["samples"]:
+                    node.buffer[sample] += 1
+                event = {"stats": {"tokens": 1.0}}
+            else:
+                node.held |= dict.fromkeys(entry["samples"], 1)
+                event = {"stats": {}}
+            if role in node.dead:
+                return
+            handler = self.iteration.event_trained if role == "training" else self.iteration.event_scored
+            self.spawn(self.later(handler, node.name, entry["lease"], event))
+
+    async def later(self, handler, name: str, lease: int, event: dict) -> None:
+        await self.pause()
+        handler(name, lease=lease, **event)
+
+    # --- orders
+
+    async def passing(self, node: Node, role: str, wanted: list[tuple[str, str]]) -> None:
+        """The way of a hand-out through the agent: the gate, fetching from other nodes, the worker."""
+        if not node.open:
+            raise CallError("came while this node changes its role")
+        if role in node.dead:
+            raise CallError(f"{role} of {node.name} is not running")
+        node.inside += 1
+        lives = node.lives[role]
+        try:
+            await self.pause(4)
+            for sample, holder in wanted:
+                assert sample in self.agents[holder].held, f"{holder} does not hold {sample}"
+            if self.chaos("a hand-out that fails"):
+                raise CallError("the network is in the way")
+            if role not in node.dead and self.chaos(f"{role} dies"):
+                self.kill(node, role)
+            if lives != node.lives[role]:
+                raise PeerGone(f"{role} of {node.name} died")
+            assert node.active == role, f"{node.name} is {node.active} and got work of {role}"
+        finally:
+            node.inside -= 1
+
+    async def on_generate(self, node, requests, split, temperature, seed, max_response_tokens, holders):
+        await self.passing(node, "rollout", [(r["sample"], r["holder"]) for r in requests if r["holder"]])
+        for request in requests:
+            assert request["sample"] not in node.requests, "the same request twice on one node"
+            tokens = self.agents[request["holder"]].held[request["sample"]] if request["holder"] else 0
+            node.requests[request["sample"]] = [tokens]
+            self.spawn(self.decode(node, request["sample"], node.requests[request["sample"]]))
+
+    async def hand_out(self, node, role, lease, samples):
+        await self.passing(node, role, [(s["sample"], s["holder"]) for s in samples])
+        node.work[role].append({"lease": lease, "samples": [s["sample"] for s in samples], "started": False})
+        if len(node.work[role]) == 1:
+            self.spawn(self.serve(node, role))
+
+    async def on_score(self, node, lease, device, samples, holders, width):
+        await self.hand_out(node, "inference", lease, samples)
+
+    async def on_train(self, node, lease, device, samples, holders, width):
+        assert all(s["advantage"] == 0.0 and s["weight"] == 1.0 for s in samples)
+        await self.hand_out(node, "training", lease, samples)
+
+    # --- a change of roles
+
+    async def on_prepare(self, node, plan):
+        node.plan = plan
+        role = plan["moves"].get(node.name)
+        return {"ready": role not in node.dead, "reason": f"{node.name} has no {role} worker"}
+
+    async def on_vote(self, node, epoch, limit_s):
+        agreed = not any(agent.plan and agent.plan.get("bad") for agent in self.agents.values())
+        return {"agreed": agreed, "ready": agreed, "same_digest": True, "built": False}
+
+    async def on_quiesce(self, node, epoch):
+        node.open = False
+        while node.inside:
+            await self.pause()
+        result = {"given_up": [], "unstarted": []}
+        if node.active not in node.dead and self.chaos("a worker dies as it stops"):
+            self.kill(node, node.active)
+            raise PeerGone(f"{node.active} of {node.name} died")
+        if node.active == "rollout":
+            for sample, [tokens] in node.requests.items():
+                if tokens:
+                    node.held[sample] = tokens
+                result["given_up"].append({"sample": sample, "tokens": tokens})
+            node.requests.clear()
+        else:
+            waiting = [entry for entry in node.work[node.active] if not entry["started"]]
+            result["unstarted"] = [entry["lease"] for entry in waiting]
+            node.work[node.active] = [entry for entry in node.work[node.active] if entry["started"]]
+            while node.work[node.active]:
+                await self.pause()
+        return result
+
+    async def on_transfer(self, node, epoch):
+        if self.chaos("a transfer that fails"):
+            raise CallError("no such file")
+        node.plan["bad"] = self.chaos("weights that differ")
+
+    async def on_commit(self, node, epoch):
+        node.active, node.plan, node.open = node.plan["moves"].get(node.name, node.active), None, True
+
+    async def on_rollback(self, node, epoch):
+        node.plan, node.open = None, True
