@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PARTS = [
     ("mpi", ["mpi4py"]),
     ("train", ["torch", "megatron", "safetensors"]),
-    ("rollout", ["torch", "transformers", "reasoning_gym"]),
+    ("rollout", ["torch", "tokenizers", "safetensors", "reasoning_gym"]),
     ("report", ["matplotlib"]),
 ]
 MPI_TIMEOUT_S = 30
@@ -93,13 +93,15 @@ def _mpi_library() -> Finding:
             errors="replace",
         )
     except subprocess.TimeoutExpired:
-        return _finding(False, "mpi", f"MPI_Init took more than {MPI_TIMEOUT_S} s outside of a job")
+        return _finding(False, "libmpi", f"MPI_Init took more than {MPI_TIMEOUT_S} s outside of a job")
     if result.returncode:
         last = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
         return _finding(
-            False, "mpi", f"mpi4py finds no MPI library that works: {last}. Install Open MPI, or load the site's module"
+            False,
+            "libmpi",
+            f"mpi4py finds no MPI library that works: {last}. Install Open MPI, or load the site's module",
         )
-    return _finding(True, "mpi", result.stdout.split(",")[0].strip())
+    return _finding(True, "libmpi", result.stdout.split(",")[0].strip())
 
 
 def _runs(config: Config | None) -> Finding:

@@ -27,6 +27,8 @@ def command(run: str, output_format: str, version: int | None) -> None:
     path = rundir.resolve(run)
     records = itertools.takewhile(lambda r: version is None or r["seq"] <= version, read(rundir.journal(path)))
     graph = fold(records, Graph(config=configuration(path)))
+    if version is not None and version > graph.version:
+        output.note(f"the journal ends with record {graph.version}; this is how things are there")
     if output_format == "json":
         edges = [{"kind": e.kind, "vertices": e.vertices, "attributes": e.attributes} for e in graph.edges()]
         output.print_json(
@@ -52,4 +54,6 @@ def command(run: str, output_format: str, version: int | None) -> None:
 
 
 def _short(value: object) -> str:
-    return ",".join(map(str, value)) or "-" if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "-"
+    return "none yet" if value is None else str(value)

@@ -82,7 +82,7 @@ def rendered(data: dict[str, Any]) -> str:
             srun.rendered(data["srun"]),
         ),
         *(
-            (f"Variables that a {role} worker gets (its first device)", _assignments(settings, "\n"))
+            (f"Variables that a worker for {role} gets (its first device)", _assignments(settings, "\n"))
             for role, settings in data["roles"].items()
         ),
         (

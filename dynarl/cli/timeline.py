@@ -50,7 +50,10 @@ def command(run: str, output_format: str, target: Path | None, window: tuple[int
         _draw(found, target, output_format, window_s)
         click.echo(target)
     elif output_format == "json":
-        output.print_json(found.as_json(), target)
+        try:
+            output.print_json(found.as_json(), target)
+        except OSError as error:
+            raise DynarlError(f"cannot write {target}: {error.strerror or error}") from error
     else:
         _print(found, window_s)
 
@@ -62,7 +65,10 @@ def _draw(found, target: Path, form: str, window_s: tuple[float, float]) -> None
         raise DynarlError(
             f"no picture without matplotlib ({error}): pip install 'dynarl[report]', or take -o json"
         ) from error
-    draw(found, target, form, window_s)
+    try:
+        draw(found, target, form, window_s)
+    except OSError as error:
+        raise DynarlError(f"cannot write the picture to {target}: {error.strerror or error}") from error
 
 
 def _print(found, window_s: tuple[float, float]) -> None:
