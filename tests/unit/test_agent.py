@@ -12,7 +12,7 @@ import zmq.asyncio
 mpi4py = pytest.importorskip("mpi4py")
 mpi4py.rc.initialize = False  # imported for the agent, not used
 
-from dynarl import keys, wire  # noqa: E402
+from dynarl import keys  # noqa: E402
 from dynarl.agent.agent import Agent  # noqa: E402
 from dynarl.rpc import Link  # noqa: E402
 from dynarl.wire import CallError, Trajectory  # noqa: E402
