@@ -1,4 +1,5 @@
-"""Program of the MPI rank on each node: `python -m mpi4py -m dynarl.agent --controller tcp://... --run-dir DIR --attempt N`.
+"""Program of the MPI rank on each node: `python -m mpi4py -m dynarl.agent --controller tcp://... --run-dir DIR
+--attempt N`.
 
 Started under `python -m mpi4py`, so that an uncaught exception aborts the world instead of leaving the others waiting.
 The role comes in DYNARL_ROLE (MPI's APPNUM is 0 in every component), the node name from slurmd.
@@ -42,9 +43,13 @@ def init_mpi(timeout_s: float):
     mpi4py.rc.finalize = False
 
     def expire() -> None:
-        print(f"dynarl agent: MPI_Init did not return within {timeout_s:g} s. The step's --mpi plugin and the MPI library "
-              "probably do not speak the same PMI (try `srun --mpi=list`, set cluster.mpi); MPICH with pmi2 hangs in "
-              "heterogeneous steps.", file=sys.stderr, flush=True)
+        print(
+            f"dynarl agent: MPI_Init did not return within {timeout_s:g} s. The step's --mpi plugin and the MPI "
+            "library probably do not speak the same PMI (try `srun --mpi=list`, set cluster.mpi); MPICH with pmi2 "
+            "hangs in heterogeneous steps.",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(EXIT_MPI)
 
     timer = threading.Timer(timeout_s, expire)
@@ -106,11 +111,19 @@ def main() -> int:
     from dynarl.agent.remapper import Remapper
 
     agent = Agent(
-        node=node, home=os.environ["DYNARL_ROLE"], rank=world.Get_rank(), remapper=Remapper(world),
-        controller=args.controller, key_dir=rundir.keys(args.run_dir), log_dir=rundir.logs(args.run_dir, args.attempt),
-        scratch=make_scratch(args.scratch, job, node), staging=Path(args.staging) / f"dynarl-{os.getuid()}-{job}-{node}",
-        host=own_address(args.interface, node), mpi_library=MPI.Get_library_version().splitlines()[0].strip("\0 "),
-        world_size=world.Get_size())
+        node=node,
+        home=os.environ["DYNARL_ROLE"],
+        rank=world.Get_rank(),
+        remapper=Remapper(world),
+        controller=args.controller,
+        key_dir=rundir.keys(args.run_dir),
+        log_dir=rundir.logs(args.run_dir, args.attempt),
+        scratch=make_scratch(args.scratch, job, node),
+        staging=Path(args.staging) / f"dynarl-{os.getuid()}-{job}-{node}",
+        host=own_address(args.interface, node),
+        mpi_library=MPI.Get_library_version().splitlines()[0].strip("\0 "),
+        world_size=world.Get_size(),
+    )
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
@@ -123,7 +136,8 @@ def main() -> int:
         asyncio.run(serve())
     finally:
         agent.close()
-    # All agents are told to stop together, so this does not wait long; a lone one must not wait for the others for ever.
+    # All agents are told to stop together, so this does not wait long; a lone one must not wait for the others for
+    # ever.
     finalizer = threading.Timer(5.0, os._exit, [0])
     finalizer.daemon = True
     finalizer.start()

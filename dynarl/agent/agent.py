@@ -40,7 +40,8 @@ FETCH_TIMEOUT_S = 60.0
 
 
 class Agent:
-    """State of one node. `links` are up after `start()`; `run()` returns when the controller says stop or falls silent."""
+    """State of one node. `links` are up after `start()`; `run()` returns when the controller says stop or falls silent.
+    """
 
     def __init__(self, *, node: str, home: str, rank: int, remapper: Remapper, controller: str, key_dir: Path,
                  log_dir: Path, scratch: Path, staging: Path, host: str, mpi_library: str, world_size: int):
@@ -147,7 +148,9 @@ class Agent:
             raise TimeoutError(f"{worker.name} was not ready within {limit_s:g} s; see {worker.log_path}") from None
         return {"name": worker.name, "pid": worker.process.pid, "attempt": worker.attempt}
 
-    async def on_worker(self, peer: str, role: str, device: int, method: str, args: dict, limit_s: float | None = None) -> Any:
+    async def on_worker(
+        self, peer: str, role: str, device: int, method: str, args: dict, limit_s: float | None = None
+    ) -> Any:
         """Pass a call on to one role worker."""
         return await self._call_worker(self.supervisor.name_of(role, device), method, timeout_s=limit_s, **args)
 
@@ -193,8 +196,17 @@ class Agent:
         if worker.role == "environment" and self.verifier is not None:
             self.verifier.process_died()
             self.controller.spawn(self.verifier.revive())
-        self.controller.spawn(self.controller.emit(
-            "", "worker_died", role=worker.role, device=worker.device, attempt=worker.attempt, status=status, tail=tail))
+        self.controller.spawn(
+            self.controller.emit(
+                "",
+                "worker_died",
+                role=worker.role,
+                device=worker.device,
+                attempt=worker.attempt,
+                status=status,
+                tail=tail,
+            )
+        )
 
     # --- orders: prompts and rewards
 
@@ -223,9 +235,19 @@ class Agent:
 
     # --- orders: generation
 
-    async def on_generate(self, peer: str, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
-                          holders: dict[str, str]) -> None:
-        """Give requests ({sample, holder}) to the rollout workers here. `holders`: node -> address, for partial answers."""
+    async def on_generate(
+        self,
+        peer: str,
+        requests: list[dict],
+        split: str,
+        temperature: float,
+        seed: int,
+        max_response_tokens: int,
+        holders: dict[str, str],
+    ) -> None:
+        """Give requests ({sample, holder}) to the rollout workers here. `holders`: node -> address, for partial
+        answers.
+        """
         async with self._gate.passing("a request"):
             await self._submit(requests, split, temperature, seed, max_response_tokens, holders)
 
@@ -259,7 +281,9 @@ class Agent:
 
         Requests that finished before are not among them: they are reported by their own events.
         """
-        answers = await asyncio.gather(*(self._call_worker(name, "abort", samples=None) for name in self._of_role("rollout")))
+        answers = await asyncio.gather(
+            *(self._call_worker(name, "abort", samples=None) for name in self._of_role("rollout"))
+        )
         given_up = []
         for partial in (p for answer in answers for p in answer):
             request = self._requests.pop(partial["sample"], None)
@@ -275,28 +299,47 @@ class Agent:
         if request is None:
             return
         verdict = await self.verifier.score(sample, request["split"], wire.prompt_of(sample), response)
-        trajectory = Trajectory(sample, request["prompt"], response, logprobs, reward=verdict.reward, finish=finish, version=version)
+        trajectory = Trajectory(
+            sample, request["prompt"], response, logprobs, reward=verdict.reward, finish=finish, version=version
+        )
         self.store.put(trajectory)
         await self.controller.emit(
-            "", "finished", sample=sample, reward=verdict.reward, correct=verdict.correct, timed_out=verdict.timed_out,
-            tokens=trajectory.num_response_tokens, prompt_tokens=trajectory.num_prompt_tokens, finish=finish, version=version)
+            "",
+            "finished",
+            sample=sample,
+            reward=verdict.reward,
+            correct=verdict.correct,
+            timed_out=verdict.timed_out,
+            tokens=trajectory.num_response_tokens,
+            prompt_tokens=trajectory.num_prompt_tokens,
+            finish=finish,
+            version=version,
+        )
 
     # --- orders: scoring and training
 
-    async def on_score(self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int) -> None:
+    async def on_score(
+        self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+    ) -> None:
         """Compute old log-probabilities of samples ({sample, holder}) on devices [device, device + width)."""
         await self._hand_out("inference", "logprobs", lease, device, samples, holders, width)
 
-    async def on_train(self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int) -> None:
-        """Accumulate the gradient of samples ({sample, holder, advantage, weight}) on devices [device, device + width)."""
+    async def on_train(
+        self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+    ) -> None:
+        """Accumulate the gradient of samples ({sample, holder, advantage, weight}) on devices [device, device + width).
+        """
         await self._hand_out("training", "train", lease, device, samples, holders, width)
 
-    async def _hand_out(self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int) -> None:
+    async def _hand_out(
+        self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+    ) -> None:
         async with self._gate.passing("a lease"):
             await self._hand_to_workers(role, method, lease, device, samples, holders, width)
 
-    async def _hand_to_workers(self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str],
-                               width: int) -> None:
+    async def _hand_to_workers(
+        self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+    ) -> None:
         names = [self.supervisor.name_of(role, d) for d in range(device, device + width)]
         workers = self._processes(names)
         found = await self._gather([(s["sample"], s["holder"]) for s in samples], holders)
@@ -314,14 +357,20 @@ class Agent:
 
     async def on_demonstrate(self, peer: str, lease: int, device: int, samples: list[dict], width: int) -> None:
         """Accumulate the gradient of demonstrations ({prompt, response}) on devices [device, device + width)."""
-        payload = [msgspec.to_builtins(Trajectory(f"0:{lease}:{i}", s["prompt"], s["response"], b"", b""), builtin_types=(bytes,))
-                   for i, s in enumerate(samples)]
+        payload = [
+            msgspec.to_builtins(
+                Trajectory(f"0:{lease}:{i}", s["prompt"], s["response"], b"", b""), builtin_types=(bytes,)
+            )
+            for i, s in enumerate(samples)
+        ]
         names = [self.supervisor.name_of("training", d) for d in range(device, device + width)]
         self._leases[lease] = {"leader": names[0], "workers": set(names), "left": set(names), "found": {}}
         await asyncio.gather(*(self._call_worker(name, "train", lease=lease, samples=payload) for name in names))
 
     def _lease_done(self, peer: str, lease: int, event: str, data: dict) -> None:
-        """One worker of the lease is done; tell the controller when the last is (tensor parallel workers do the same work)."""
+        """One worker of the lease is done; tell the controller when the last is (tensor parallel workers do the same
+        work).
+        """
         entry = self._leases.get(lease)
         if entry is None:
             return
@@ -369,7 +418,9 @@ class Agent:
         self._leases.clear()
         self._plan, self.active = None, role
         self.store.forget(sys.maxsize)
-        await asyncio.gather(*(self._call_worker(name, "sleep") for other in ROLES if other != role for name in self._of_role(other)))
+        await asyncio.gather(
+            *(self._call_worker(name, "sleep") for other in ROLES if other != role for name in self._of_role(other))
+        )
         await asyncio.gather(*(self._call_worker(name, "wake") for name in self._of_role(role)))
         self._gate.open()
 
@@ -410,13 +461,19 @@ class Agent:
         return {"ready": self._plan_ready, "reason": reason}
 
     async def on_vote(self, peer: str, epoch: int, limit_s: float) -> dict:
-        """Meet the other members in MPI: is everybody ready, with the same plan (or, after the transfer, the same weights)?"""
+        """Meet the other members in MPI: is everybody ready, with the same plan (or, after the transfer, the same
+        weights)?
+        """
         plan = self._current(epoch)
-        digest = zlib.crc32(msgspec.json.encode([plan["epoch"], sorted(plan["moves"].items()), plan["version"], plan["digest"]]))
+        digest = zlib.crc32(
+            msgspec.json.encode([plan["epoch"], sorted(plan["moves"].items()), plan["version"], plan["digest"]])
+        )
         return await self.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, limit_s)
 
     async def on_quiesce(self, peer: str, epoch: int) -> dict:
-        """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted: [lease]}."""
+        """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted:
+        [lease]}.
+        """
         plan, result = self._current(epoch), {"given_up": [], "unstarted": []}
         if self.node not in plan["moves"]:
             return result
@@ -436,7 +493,8 @@ class Agent:
         return result
 
     async def on_transfer(self, peer: str, epoch: int) -> None:
-        """Put the old role to sleep, wake the new one and give it the weights of the plan's version from this node's staging.
+        """Put the old role to sleep, wake the new one and give it the weights of the plan's version from this node's
+        staging.
 
         Memory is released before it is acquired. What was loaded is checked by the next vote.
         """
@@ -488,23 +546,40 @@ class Agent:
         self._versions[role] = version
 
     async def _load(self, role: str, version: int) -> list[int]:
-        """Weights of `version` into the workers of `role`, unless they hold it. Returns the digests of what was read."""
+        """Weights of `version` into the workers of `role`, unless they hold it. Returns the digests of what was read.
+        """
         if self._versions.get(role) == version:
             return []
-        answers = await asyncio.gather(*(
-            self._call_worker(name, "load", model_dir=str(self.version_dir(version)), version=version) for name in self._of_role(role)))
+        answers = await asyncio.gather(
+            *(
+                self._call_worker(name, "load", model_dir=str(self.version_dir(version)), version=version)
+                for name in self._of_role(role)
+            )
+        )
         self._versions[role] = version
         return [answer["digest"] for answer in answers if answer and "digest" in answer]
 
-    async def on_broadcast(self, peer: str, epoch: int, ranks: list[int], root: int, version: int, num_bytes: int, source: str,
-                           keep: list[int], limit_s: float) -> int:
+    async def on_broadcast(
+        self,
+        peer: str,
+        epoch: int,
+        ranks: list[int],
+        root: int,
+        version: int,
+        num_bytes: int,
+        source: str,
+        keep: list[int],
+        limit_s: float,
+    ) -> int:
         """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32.
 
         The small files beside them (configuration, tokenizer) come from the model directory `source` on the shared file
         system. Staged versions that are not in `keep` are dropped.
         """
         self._stage(version, Path(source), lambda path: path.suffix != ".safetensors")
-        checksum = await self.remapper.broadcast(epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s)
+        checksum = await self.remapper.broadcast(
+            epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s
+        )
         for path in self.staging.glob("v*"):
             if int(path.name[1:]) not in keep:
                 shutil.rmtree(path, ignore_errors=True)
@@ -519,7 +594,11 @@ def compare(trajectories: Iterable[Trajectory]) -> dict[str, float]:
         trainer = np.frombuffer(trajectory.old_logprobs, dtype="<f4").astype(np.float64)
         if len(engine):
             difference = np.abs(np.exp(engine) - np.exp(trainer))
-            total, largest, count = total + float(difference.sum()), max(largest, float(difference.max())), count + len(engine)
+            total, largest, count = (
+                total + float(difference.sum()),
+                max(largest, float(difference.max())),
+                count + len(engine),
+            )
     return {"rollout_probs_diff": total, "rollout_probs_diff_max": largest, "tokens": float(count)}
 
 
@@ -534,7 +613,9 @@ class WorkerEvents:
         if worker is not None and worker.process.pid == pid and not worker.up.done():
             worker.up.set_result(None)
 
-    def event_finished(self, peer: str, sample: str, response: bytes, logprobs: bytes, finish: str, version: int, **_: Any) -> None:
+    def event_finished(
+        self, peer: str, sample: str, response: bytes, logprobs: bytes, finish: str, version: int, **_: Any
+    ) -> None:
         self._agent.workers.spawn(self._agent._sample_finished(sample, response, logprobs, finish, version))
 
     def event_figures(self, peer: str, **figures: Any) -> None:

@@ -10,9 +10,11 @@ from dynarl.wire import CallError
 
 
 class Gate:
-    """Open: hand-outs pass, several at a time. Closed: new ones are refused; `close` waits until those inside are through.
+    """Open: hand-outs pass, several at a time. Closed: new ones are refused; `close` waits until those inside are
+    through.
 
-    Without it a request could reach a worker after that worker was told to give everything back, and stay there for ever.
+    Without it a request could reach a worker after that worker was told to give everything back, and stay there for
+    ever.
     """
 
     def __init__(self) -> None:

@@ -69,7 +69,9 @@ class Remapper:
         all_ready, same = bool(least[0]), int(least[1]) == -int(least[2])
         return {"agreed": all_ready and same, "ready": all_ready, "same_digest": same, "built": built}
 
-    async def broadcast(self, epoch: int, ranks: list[int], root: int, path: Path, num_bytes: int, timeout_s: float) -> int:
+    async def broadcast(
+        self, epoch: int, ranks: list[int], root: int, path: Path, num_bytes: int, timeout_s: float
+    ) -> int:
         """Copy the root's file `path` to every member's `path`. Returns the CRC-32 of what lies there now.
 
         The file appears under its name only when it is complete. Memory: one chunk of CHUNK_BYTES.
@@ -117,7 +119,11 @@ class _watchdog:
 
     @staticmethod
     def _expire(message: str) -> None:
-        print(f"dynarl agent: {message}; ending this rank so that the step can be started again", file=sys.stderr, flush=True)
+        print(
+            f"dynarl agent: {message}; ending this rank so that the step can be started again",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(70)
 
     def __enter__(self) -> None:

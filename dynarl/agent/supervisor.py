@@ -1,8 +1,8 @@
 """Starts, watches and ends the role workers of one node.
 
 A worker is a process group of its own: what it starts dies with it. It gets a clean environment (a nested MPI or Slurm
-client would otherwise take the agent's place in the step) and a log file of its own. Its end is noticed through a pidfd,
-at once, without polling and without a thread.
+client would otherwise take the agent's place in the step) and a log file of its own. Its end is noticed through a
+pidfd, at once, without polling and without a thread.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Supervisor:
     address: of the agent's socket, ipc://PATH; the directory of PATH is the agent's own.
     """
 
-    def __init__(self, node: str, address: str, log_dir: Path, on_death: Callable[[WorkerProcess, str, list[str]], None]):
+    def __init__(
+        self, node: str, address: str, log_dir: Path, on_death: Callable[[WorkerProcess, str, list[str]], None]
+    ):
         self._node, self._address, self._log_dir, self._on_death = node, address, log_dir, on_death
         self._attempts: dict[str, int] = {}
         self._stopping = False
@@ -78,7 +80,9 @@ class Supervisor:
     def name_of(self, role: str, device: int) -> str:
         return f"{self._node}-{role}-{device}"
 
-    def start(self, role: str, device: int, *, python: str | None, env: dict[str, str], device_kind: str) -> WorkerProcess:
+    def start(
+        self, role: str, device: int, *, python: str | None, env: dict[str, str], device_kind: str
+    ) -> WorkerProcess:
         """Start `python -m dynarl.roles.<role>.worker` for one device. Returns at once; await `.up` for readiness."""
         name = self.name_of(role, device)
         if self._stopping:
@@ -92,11 +96,21 @@ class Supervisor:
             environment = for_other_interpreter(environment, self._package_dir(), env)
         # Empty for the CPU: Megatron uses a GPU whenever torch sees one.
         environment["CUDA_VISIBLE_DEVICES"] = visible_device(os.environ, device) if device_kind == "cuda" else ""
-        command = [python or sys.executable, "-m", f"dynarl.roles.{role}.worker", "--socket", self._address, "--name", name,
-                   "--parent", str(os.getpid())]
+        command = [
+            python or sys.executable,
+            "-m",
+            f"dynarl.roles.{role}.worker",
+            "--socket",
+            self._address,
+            "--name",
+            name,
+            "--parent",
+            str(os.getpid()),
+        ]
         with path.open("ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True)
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
         worker = self.workers[name] = WorkerProcess(name, role, device, attempt, process, path)
         descriptor = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(descriptor, self._ended, worker, descriptor)
@@ -132,7 +146,9 @@ class Supervisor:
             kill_group(self.workers[name].process.pid)
 
     async def stop_all(self, grace_s: float = 2.0) -> None:
-        """End every worker: TERM to its group, KILL after `grace_s`. Returns when all are gone; none can be started any more."""
+        """End every worker: TERM to its group, KILL after `grace_s`. Returns when all are gone; none can be started any
+        more.
+        """
         self._stopping = True
         for worker in self.workers.values():
             worker.expected_to_end = True

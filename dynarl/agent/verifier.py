@@ -1,8 +1,8 @@
 """Prompts and rewards on one node: the environment worker, behind a time limit.
 
 A verifier can loop for ever on one answer, and nothing inside its process can be trusted to stop it. So it runs in a
-process of its own, one question at a time; when the time is up the process is killed, the answer scores 0 and is counted,
-and a fresh process takes the next question.
+process of its own, one question at a time; when the time is up the process is killed, the answer scores 0 and is
+counted, and a fresh process takes the next question.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Verdict:
-    """reward: what the trainer sees; correct: whether the final answer is right; timed_out: the verifier came to no verdict."""
+    """reward: what the trainer sees; correct: whether the final answer is right; timed_out: the verifier came to no
+    verdict.
+    """
 
     reward: float
     correct: bool
@@ -35,8 +37,8 @@ NO_VERDICT = Verdict(0.0, False, timed_out=True)
 class Verifier:
     """`call(method, timeout_s=, **args)` reaches the environment worker; `restart()` replaces it by a fresh one.
 
-    Questions go one at a time, and a process is replaced between two of them, never beside one. Say `process_died` when it
-    ends by itself, before its open calls fail; then the next question is asked of a new one.
+    Questions go one at a time, and a process is replaced between two of them, never beside one. Say `process_died` when
+    it ends by itself, before its open calls fail; then the next question is asked of a new one.
     """
 
     def __init__(self, call: Callable[..., Awaitable[Any]], restart: Callable[[], Awaitable[None]], timeout_s: float):

@@ -1,8 +1,8 @@
 """`dynarl bench roles`, the part that runs inside the job: what is moving nodes worth, and what does a move cost?
 
-One job, all nodes able to take every role. Each candidate gets the very same work: same weights (the learning rate is 0),
-same sample ids, hence the same answers. A measurement is a whole iteration, from the start roles to the new weights on
-every node. Candidates, interleaved in every round:
+One job, all nodes able to take every role. Each candidate gets the very same work: same weights (the learning rate is
+0), same sample ids, hence the same answers. A measurement is a whole iteration, from the start roles to the new weights
+on every node. Candidates, interleaved in every round:
 
 - every static split of the nodes into rollout, inference and training (each at least one node);
 - colocated: all nodes take the roles in turn;
@@ -26,11 +26,10 @@ from typing import Any
 
 import msgspec
 
-from dynarl import wire
 from dynarl.config.schema import Policy
 from dynarl.controller.__main__ import main
 from dynarl.controller.job import Job
-from dynarl.scheduler.policy import ROLES, start_roles
+from dynarl.scheduler.policy import start_roles
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,10 @@ class RolesBench(Job):
             training = len(nodes) - rollout - inference
             if training >= 1:
                 roles = ["training"] * training + ["inference"] * inference + ["rollout"] * rollout
-                candidates[f"static {rollout}:{inference}:{training}"] = (Policy(name="static"), dict(zip(nodes, roles)))
+                candidates[f"static {rollout}:{inference}:{training}"] = (
+                    Policy(name="static"),
+                    dict(zip(nodes, roles)),
+                )
         candidates["colocated"] = (Policy(name="colocated"), dict.fromkeys(nodes, "rollout"))
         dynamic = msgspec.structs.replace(self.config.policy, name="threshold", lend_owners=True)
         candidates["dynamic"] = (dynamic, start_roles(dynamic, self.home))
@@ -62,7 +64,13 @@ class RolesBench(Job):
             random.Random(round_).shuffle(names)
             for name in names:
                 results[name].append(await self.measure(*candidates[name]))
-                log.info("round %d, %s: %.2f s, %.0f tokens/s", round_ + 1, name, results[name][-1]["seconds"], results[name][-1]["tokens_per_s"])
+                log.info(
+                    "round %d, %s: %.2f s, %.0f tokens/s",
+                    round_ + 1,
+                    name,
+                    results[name][-1]["seconds"],
+                    results[name][-1]["tokens_per_s"],
+                )
                 self.write({"rounds": results})
         moves = [await self.measure_move(i) for i in range(MOVES)]
         self.write({"rounds": results, "moves": moves})
@@ -80,7 +88,9 @@ class RolesBench(Job):
         began = time.monotonic()
         await self.enter(roles, f"bench: {policy.name}")
         entered = time.monotonic()
-        self._stage = run = self._new_iteration(self.draw(1), temperature=self.config.algorithm.temperature, policy=policy)
+        self._stage = run = self._new_iteration(
+            self.draw(1), temperature=self.config.algorithm.temperature, policy=policy
+        )
         groups = list(run.ledger.groups.values())
         await self.trainer.begin(1, "grpo")
         await run.accumulate(groups)
@@ -92,9 +102,17 @@ class RolesBench(Job):
         await self.fleet.call_each(self.home, "forget", iteration=1)
         ended = time.monotonic()
         tokens = sum(g.num_tokens for g in groups)
-        return {"seconds": ended - began, "tokens_per_s": tokens / (ended - began), "tokens": tokens, "enter_s": entered - began,
-                "generate_s": run.tally.generated_at - entered, "accumulate_s": accumulated - entered, "step_s": stepped - accumulated,
-                "sync_s": ended - stepped, "moves": sum(outcome.committed for outcome in run.tally.switches)}
+        return {
+            "seconds": ended - began,
+            "tokens_per_s": tokens / (ended - began),
+            "tokens": tokens,
+            "enter_s": entered - began,
+            "generate_s": run.tally.generated_at - entered,
+            "accumulate_s": accumulated - entered,
+            "step_s": stepped - accumulated,
+            "sync_s": ended - stepped,
+            "moves": sum(outcome.committed for outcome in run.tally.switches),
+        }
 
     async def measure_move(self, number: int) -> dict[str, float]:
         """A node leaves rollout for training while it generates; phases in milliseconds."""
@@ -112,18 +130,27 @@ class RolesBench(Job):
         if not outcome.committed:
             raise RuntimeError(f"the move was cancelled: {outcome.reason}")
         given_up = sum(len(g) for g in outcome.given_up.values())
-        return {**outcome.phases, "pause_ms": outcome.pause_ms, "pause_without_drain_ms": outcome.pause_ms - outcome.phases["drain_ms"],
-                "requests_moved": given_up}
+        return {
+            **outcome.phases,
+            "pause_ms": outcome.pause_ms,
+            "pause_without_drain_ms": outcome.pause_ms - outcome.phases["drain_ms"],
+            "requests_moved": given_up,
+        }
 
     async def measure_restart(self) -> dict[str, float]:
-        """The same change of split by ending the step and starting it with the other split, up to the same readiness."""
+        """The same change of split by ending the step and starting it with the other split, up to the same readiness.
+        """
         began = time.monotonic()
         await self.fleet.stop()
         stopped = time.monotonic()
         await self.set_up()
         ended = time.monotonic()
-        return {"stop_ms": 1e3 * (stopped - began), "start_ms": 1e3 * (ended - stopped), "pause_ms": 1e3 * (ended - began),
-                "step_ms": 1e3 * (self.step_started - stopped)}
+        return {
+            "stop_ms": 1e3 * (stopped - began),
+            "start_ms": 1e3 * (ended - stopped),
+            "pause_ms": 1e3 * (ended - began),
+            "step_ms": 1e3 * (self.step_started - stopped),
+        }
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
@@ -132,11 +159,23 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     static = {name: value for name, value in rate.items() if name.startswith("static")}
     best = max(static, key=static.get)
     pauses = sorted(m["pause_without_drain_ms"] for m in results.get("moves", []))
-    phases = {p: statistics.median(m[p] for m in results["moves"]) for p in results["moves"][0]} if results.get("moves") else {}
+    phases = (
+        {p: statistics.median(m[p] for m in results["moves"]) for p in results["moves"][0]}
+        if results.get("moves")
+        else {}
+    )
     restart = statistics.median(r["pause_ms"] for r in results["restarts"]) if results.get("restarts") else None
-    out = {"schema": 1, "bench": "roles", "nodes": results["nodes"], "tokens_per_s": rate, "best_static": best,
-           "ratio_to_best_static": rate["dynamic"] / rate[best], "ratio_to_colocated": rate["dynamic"] / rate["colocated"],
-           "ratio_to_best": rate["dynamic"] / max(rate[best], rate["colocated"]), "move": phases}
+    out = {
+        "schema": 1,
+        "bench": "roles",
+        "nodes": results["nodes"],
+        "tokens_per_s": rate,
+        "best_static": best,
+        "ratio_to_best_static": rate["dynamic"] / rate[best],
+        "ratio_to_colocated": rate["dynamic"] / rate["colocated"],
+        "ratio_to_best": rate["dynamic"] / max(rate[best], rate["colocated"]),
+        "move": phases,
+    }
     if pauses and restart:
         out |= {"move_pause_without_drain_ms": statistics.median(pauses), "restart_pause_ms": restart,
                 "restart_to_move": restart / phases["pause_ms"]}

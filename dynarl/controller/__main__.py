@@ -1,7 +1,8 @@
-"""Program of the head node: `python -m dynarl.controller --config FILE [--run-dir DIR] [--resume]`, exec'ed by the job script.
+"""Program of the head node: `python -m dynarl.controller --config FILE [--run-dir DIR] [--resume]`, exec'ed by the job
+script.
 
-It owns the run until the job ends, is cancelled, or nears its time limit; then it saves, records why, and leaves with the
-exit code of that end:
+It owns the run until the job ends, is cancelled, or nears its time limit; then it saves, records why, and leaves with
+the exit code of that end:
 
     0 completed or cancelled    1 failed    3 bad configuration    4 Slurm refused    75 requeued (EX_TEMPFAIL)
 """
@@ -64,7 +65,9 @@ class Controller:
         keys.create(rundir.keys(run))
         self.journal = Journal(rundir.journal(run))
         self.resume_from = rundir.newest_checkpoint(run) if resume else None
-        self.writer = MetricsWriter(run, rundir.checkpoint_iteration(self.resume_from) + 1 if self.resume_from else None)
+        self.writer = MetricsWriter(
+            run, rundir.checkpoint_iteration(self.resume_from) + 1 if self.resume_from else None
+        )
         self.cancel_file = run / "control" / "cancel"
         self.cancel_file.parent.mkdir(exist_ok=True)
         self.cancel_file.unlink(missing_ok=True)
@@ -73,7 +76,9 @@ class Controller:
     def _setup_logging(self) -> None:
         file = logging.FileHandler(rundir.controller_log(self.run_dir, self.attempt))
         handlers = [file, logging.StreamHandler(sys.stderr)]
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s controller %(levelname)s %(message)s", handlers=handlers, force=True)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s controller %(levelname)s %(message)s", handlers=handlers, force=True
+        )
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -82,9 +87,18 @@ class Controller:
             self.time_limit.set()
         nodes = allocated_nodes()
         validate.check_allocation(self.config, len(nodes))
-        self.journal.append("run_started", run=self.run_dir.name, config=msgspec.to_builtins(self.config), nodes=nodes,
-                            job_id=os.environ.get("SLURM_JOB_ID"), attempt=self.attempt, iterations=self.config.run.iterations)
-        self.fleet = Fleet(self.config, self.run_dir, self.attempt, own_address(self.config.cluster.interface, socket.gethostname()))
+        self.journal.append(
+            "run_started",
+            run=self.run_dir.name,
+            config=msgspec.to_builtins(self.config),
+            nodes=nodes,
+            job_id=os.environ.get("SLURM_JOB_ID"),
+            attempt=self.attempt,
+            iterations=self.config.run.iterations,
+        )
+        self.fleet = Fleet(
+            self.config, self.run_dir, self.attempt, own_address(self.config.cluster.interface, socket.gethostname())
+        )
         state, reason, code = "failed", "", 1
         try:
             for restep in range(MAX_RESTEPS + 1):
@@ -115,14 +129,26 @@ class Controller:
         self.journal.close()
         if state == "requeued":
             # Now Slurm may end this process; before, the record would not have been written.
-            subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False, env=environ.for_srun(os.environ))
+            subprocess.run(
+                ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False, env=environ.for_srun(os.environ)
+            )
             time.sleep(60)
         return code
 
     async def _one_step(self, home: dict[str, str], restep: int) -> StepLost | None:
         """Run the job in one step. None: completed. Else why another step has to be started."""
         first_epoch = 1000 * (self.attempt - 1) + 100 * restep
-        job = self.job_class(self.config, self.run_dir, self.attempt, home, self.fleet, self.journal, self.writer, self.resume_from, first_epoch)
+        job = self.job_class(
+            self.config,
+            self.run_dir,
+            self.attempt,
+            home,
+            self.fleet,
+            self.journal,
+            self.writer,
+            self.resume_from,
+            first_epoch,
+        )
         try:
             await self._race(job.set_up(), job, starting=True)
             sound = True
@@ -191,7 +217,11 @@ class Controller:
     def _requeue(self) -> tuple[str, str, int]:
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if not self.config.cluster.requeue:
-            return "failed", "time limit reached; cluster.requeue is off. Go on with: dynarl submit --resume " + self.run_dir.name, 1
+            return (
+                "failed",
+                "time limit reached; cluster.requeue is off. Go on with: dynarl submit --resume " + self.run_dir.name,
+                1,
+            )
         if restarts >= self.config.cluster.max_requeues:
             return "failed", f"time limit reached after {restarts} requeues (cluster.max_requeues)", 1
         return "requeued", "time limit near", EXIT_REQUEUED

@@ -50,7 +50,9 @@ class Outcome:
 class Epochs:
     """The map of active roles, and the only code that changes it."""
 
-    def __init__(self, fleet: Fleet, journal: Journal, home: dict[str, str], vote_timeout_s: float, first_epoch: int = 0):
+    def __init__(
+        self, fleet: Fleet, journal: Journal, home: dict[str, str], vote_timeout_s: float, first_epoch: int = 0
+    ):
         self._fleet, self._journal = fleet, journal
         self._home, self._timeout_s = home, vote_timeout_s
         self.roles = dict(home)
@@ -58,23 +60,39 @@ class Epochs:
         self._turn = asyncio.Lock()
 
     async def go_home(self) -> None:
-        """Every node has its home role again, without a protocol: at a start, and after a fault. A change under way ends first."""
+        """Every node has its home role again, without a protocol: at a start, and after a fault. A change under way
+        ends first.
+        """
         async with self._turn:
             self.roles = dict(self._home)
-            self._journal.append("epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0)
+            self._journal.append(
+                "epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0
+            )
 
-    async def change(self, moves: dict[str, str], weights: Weights, reason: str,
-                     on_quiesced: Callable[[Outcome], None] = lambda outcome: None, live: Callable[[], int] = lambda: 0) -> Outcome:
-        """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up; `live` counts the
-        requests that are not finished. Raises StepLost when a commit reached some members only."""
+    async def change(
+        self,
+        moves: dict[str, str],
+        weights: Weights,
+        reason: str,
+        on_quiesced: Callable[[Outcome], None] = lambda outcome: None,
+        live: Callable[[], int] = lambda: 0,
+    ) -> Outcome:
+        """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up; `live` counts
+        the requests that are not finished. Raises StepLost when a commit reached some members only."""
         async with self._turn:
             moves = {node: role for node, role in moves.items() if self.roles[node] != role}
             if not moves:
                 return Outcome(self.epoch, True)
             return await self._change(moves, weights, reason, on_quiesced, live)
 
-    async def _change(self, moves: dict[str, str], weights: Weights, reason: str, on_quiesced: Callable[[Outcome], None],
-                      live: Callable[[], int]) -> Outcome:
+    async def _change(
+        self,
+        moves: dict[str, str],
+        weights: Weights,
+        reason: str,
+        on_quiesced: Callable[[Outcome], None],
+        live: Callable[[], int],
+    ) -> Outcome:
         self.epoch += 1
         outcome = Outcome(self.epoch, False)
         members = sorted({*moves, *(node for node, role in self._home.items() if role == "training")})
@@ -97,7 +115,9 @@ class Epochs:
             clock.lap("drain_ms")
             await self._ask(sorted(moves), "transfer", epoch=self.epoch)
             clock.lap("transfer_ms")
-            self._check(await self._ask(members, "vote", epoch=self.epoch, limit_s=self._timeout_s), "after the transfer")
+            self._check(
+                await self._ask(members, "vote", epoch=self.epoch, limit_s=self._timeout_s), "after the transfer"
+            )
             clock.lap("verify_ms")
         except (CallError, TimeoutError) as error:
             return await self._cancel(outcome, members, str(error), quiesced)
@@ -109,16 +129,27 @@ class Epochs:
         self.roles.update(moves)
         clock.lap("commit_ms")
         outcome.committed, outcome.pause_ms = True, 1e3 * (time.monotonic() - stopped)
-        self._journal.append("epoch_committed", epoch=self.epoch, roles=self.roles, moves=listed, phases=outcome.phases,
-                             pause_ms=outcome.pause_ms, live_requests=live(), given_up=sum(len(g) for g in outcome.given_up.values()))
+        self._journal.append(
+            "epoch_committed",
+            epoch=self.epoch,
+            roles=self.roles,
+            moves=listed,
+            phases=outcome.phases,
+            pause_ms=outcome.pause_ms,
+            live_requests=live(),
+            given_up=sum(len(g) for g in outcome.given_up.values()),
+        )
         return outcome
 
     async def _quiesce(self, nodes: list[str], outcome: Outcome, on_quiesced: Callable[[Outcome], None]) -> None:
-        """Stop the moving nodes. What they gave up is taken back also when one of them could not: nobody else has it now.
+        """Stop the moving nodes. What they gave up is taken back also when one of them could not: nobody else has it
+        now.
 
         Without a time limit: a drain lasts as long as the work that was started.
         """
-        answers = await asyncio.gather(*(self._fleet.call(node, "quiesce", epoch=self.epoch) for node in nodes), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._fleet.call(node, "quiesce", epoch=self.epoch) for node in nodes), return_exceptions=True
+        )
         stopped = {node: answer for node, answer in zip(nodes, answers) if not isinstance(answer, BaseException)}
         outcome.given_up = {node: answer["given_up"] for node, answer in stopped.items()}
         outcome.unstarted = {node: answer["unstarted"] for node, answer in stopped.items()}
@@ -140,8 +171,10 @@ class Epochs:
     async def _cancel(self, outcome: Outcome, members: list[str], reason: str, quiesced: bool) -> Outcome:
         outcome.reason = reason
         log.warning("epoch %d cancelled: %s", outcome.epoch, reason)
-        await asyncio.gather(*(self._fleet.call(node, "rollback", timeout_s=self._timeout_s, epoch=outcome.epoch) for node in members),
-                             return_exceptions=True)
+        await asyncio.gather(
+            *(self._fleet.call(node, "rollback", timeout_s=self._timeout_s, epoch=outcome.epoch) for node in members),
+            return_exceptions=True,
+        )
         self._journal.append("epoch_cancelled", epoch=outcome.epoch, reason=reason, rolled_back=quiesced)
         return outcome
 

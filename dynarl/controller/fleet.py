@@ -24,8 +24,8 @@ from dynarl.slurm.srun import Component, StepSpec, command_line
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-# An agent may be silent inside an MPI phase (up to the vote's deadline); one that is silent for longer is on a lost node.
-# srun does not tell: with --no-kill it waits for the nodes that are left.
+# An agent may be silent inside an MPI phase (up to the vote's deadline); one that is silent for longer is on a lost
+# node. srun does not tell: with --no-kill it waits for the nodes that are left.
 AGENT_SILENCE_S = 20.0
 
 
@@ -56,21 +56,45 @@ class AgentInfo:
         return self.peer_address.removeprefix("tcp://").rpartition(":")[0]
 
 
-def agent_command(config: Config, address: str, run: Path, attempt: int, python: str = sys.executable) -> tuple[str, ...]:
-    """The argv of an agent; under mpi4py's runner, so that an uncaught exception ends the world instead of hanging it."""
+def agent_command(
+    config: Config, address: str, run: Path, attempt: int, python: str = sys.executable
+) -> tuple[str, ...]:
+    """The argv of an agent; under mpi4py's runner, so that an uncaught exception ends the world instead of hanging it.
+    """
     optional = [("--scratch", config.cluster.scratch), ("--interface", config.cluster.interface)]
-    return (python, "-m", "mpi4py", "-m", "dynarl.agent", "--controller", address, "--run-dir", str(run), "--attempt", str(attempt),
-            "--staging", config.cluster.staging, *(part for name, value in optional if value for part in (name, value)))
+    return (
+        python,
+        "-m",
+        "mpi4py",
+        "-m",
+        "dynarl.agent",
+        "--controller",
+        address,
+        "--run-dir",
+        str(run),
+        "--attempt",
+        str(attempt),
+        "--staging",
+        config.cluster.staging,
+        *(part for name, value in optional if value for part in (name, value)),
+    )
 
 
 def step_spec(config: Config, nodes: dict[str, str], address: str, run: Path, attempt: int) -> StepSpec:
     """The heterogeneous step for these nodes ({node: home role}): a component per role."""
     command = agent_command(config, address, run, attempt)
     components = tuple(
-        Component(role, tuple(n for n, r in nodes.items() if r == role), command, {}) for role in ("rollout", "inference", "training"))
-    return StepSpec(components, str(rundir.logs(run, attempt)), mpi=config.cluster.mpi, cpus_per_node=config.cluster.cpus_per_node,
-                    gpus_per_node=config.cluster.devices_per_node if config.cluster.device == "cuda" else None,
-                    extra_args=tuple(config.cluster.srun_args))
+        Component(role, tuple(n for n, r in nodes.items() if r == role), command, {})
+        for role in ("rollout", "inference", "training")
+    )
+    return StepSpec(
+        components,
+        str(rundir.logs(run, attempt)),
+        mpi=config.cluster.mpi,
+        cpus_per_node=config.cluster.cpus_per_node,
+        gpus_per_node=config.cluster.devices_per_node if config.cluster.device == "cuda" else None,
+        extra_args=tuple(config.cluster.srun_args),
+    )
 
 
 class Fleet:
@@ -109,7 +133,9 @@ class Fleet:
         self.stopping = False
         argv = command_line(step_spec(self._config, nodes, self.address, self._run, self._attempt))
         log.info("starting the step: %s", " ".join(argv))
-        self._srun = await asyncio.create_subprocess_exec(*argv, env=environ.for_srun(os.environ), stdin=asyncio.subprocess.DEVNULL)
+        self._srun = await asyncio.create_subprocess_exec(
+            *argv, env=environ.for_srun(os.environ), stdin=asyncio.subprocess.DEVNULL
+        )
         self.ended = asyncio.create_task(self._wait())
         hello = asyncio.create_task(self._all_here(set(nodes)))
         await asyncio.wait({hello, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -118,8 +144,11 @@ class Fleet:
         hello.cancel()
         absent = sorted(set(nodes) - set(self.agents))
         if self.ended.done():
-            raise SlurmError(f"the step ended with status {self.ended.result()} before its agents were there (absent: {', '.join(absent)}); "
-                             f"see {rundir.logs(self._run, self._attempt)}/*-agent.log")
+            raise SlurmError(
+                f"the step ended with status {self.ended.result()} before its agents were there "
+                f"(absent: {', '.join(absent)}); "
+                f"see {rundir.logs(self._run, self._attempt)}/*-agent.log"
+            )
         await self.kill()
         raise SlurmError(f"agents of {', '.join(absent)} did not report within {timeout_s:g} s; "
                          f"see {rundir.logs(self._run, self._attempt)}/*-agent.log")
@@ -140,7 +169,9 @@ class Fleet:
         self.stopping = True
         if self._srun is None or self.ended.done():
             return
-        await asyncio.gather(*(self.link.call(node, "stop", timeout_s=5.0) for node in self.agents), return_exceptions=True)
+        await asyncio.gather(
+            *(self.link.call(node, "stop", timeout_s=5.0) for node in self.agents), return_exceptions=True
+        )
         try:
             await asyncio.wait_for(asyncio.shield(self.ended), grace_s)
         except TimeoutError:
@@ -182,25 +213,35 @@ class Fleet:
                 raise StepLost(f"the step ended with status {self.ended.result()}")
             else:
                 # Counted, not timed: if this process itself stands still for a while, it has not asked either.
-                silent = frozenset(node for node, count in self._unanswered.items() if count * HEARTBEAT_S > AGENT_SILENCE_S)
+                silent = frozenset(
+                    node for node, count in self._unanswered.items() if count * HEARTBEAT_S > AGENT_SILENCE_S
+                )
                 if silent:
-                    raise StepLost(f"no sign of life from {', '.join(sorted(silent))} for {AGENT_SILENCE_S:g} s", silent)
+                    raise StepLost(
+                        f"no sign of life from {', '.join(sorted(silent))} for {AGENT_SILENCE_S:g} s", silent
+                    )
 
     # --- calls
 
     async def call(self, node: str, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
         return await self.link.call(node, method, timeout_s=timeout_s, **args)
 
-    async def call_each(self, nodes: Iterable[str], method: str, /, timeout_s: float | None = None, **args: Any) -> dict[str, Any]:
+    async def call_each(
+        self, nodes: Iterable[str], method: str, /, timeout_s: float | None = None, **args: Any
+    ) -> dict[str, Any]:
         """The same call to several agents at once; answers by node. Raises the first error, after all have answered."""
         nodes = list(nodes)
-        answers = await asyncio.gather(*(self.call(node, method, timeout_s=timeout_s, **args) for node in nodes), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self.call(node, method, timeout_s=timeout_s, **args) for node in nodes), return_exceptions=True
+        )
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         return dict(zip(nodes, answers))
 
-    async def worker(self, node: str, role: str, device: int, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
+    async def worker(
+        self, node: str, role: str, device: int, method: str, /, timeout_s: float | None = None, **args: Any
+    ) -> Any:
         """Call a method of one role worker."""
         return await self.call(node, "worker", limit_s=timeout_s, role=role, device=device, method=method, args=args)
 

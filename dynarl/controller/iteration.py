@@ -1,8 +1,8 @@
 """One iteration's samples on their way through the roles: prompts out, answers in, scores, gradients.
 
-The ledger says where each sample is; this hands out what can be handed out, to nodes whose active role takes it and which
-are not about to leave it, and lets the policy change roles as the work shifts. Every hand-out is a background call; what
-comes back are events.
+The ledger says where each sample is; this hands out what can be handed out, to nodes whose active role takes it and
+which are not about to leave it, and lets the policy change roles as the work shifts. Every hand-out is a background
+call; what comes back are events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ TICK_S = 0.1
 
 @dataclass
 class Tally:
-    """What an iteration adds up for its metrics. `score_stats` has the keys that the workers report (sums; `*_max` maxima)."""
+    """What an iteration adds up for its metrics. `score_stats` has the keys that the workers report (sums; `*_max`
+    maxima).
+    """
 
     score_stats: dict[str, float] = field(default_factory=dict)
     correct: int = 0
@@ -53,7 +55,8 @@ class Tally:
 class Iteration:
     """Runs samples until each is trained (or, with `train=False`, only generated).
 
-    may: roles each node can take; weights: the version that everything here is on; down: {(node, role)} without workers.
+    may: roles each node can take; weights: the version that everything here is on; down: {(node, role)} without
+    workers.
     """
 
     def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
@@ -135,7 +138,11 @@ class Iteration:
 
     def _at_work(self, role: str) -> list[str]:
         """Nodes that take work of `role` now."""
-        return [n for n, r in self._epochs.roles.items() if r == role and n not in self._leaving and (n, role) not in self._down]
+        return [
+            n
+            for n, r in self._epochs.roles.items()
+            if r == role and n not in self._leaving and (n, role) not in self._down
+        ]
 
     def _addresses(self) -> dict[str, str]:
         return {node: agent.peer_address for node, agent in self._fleet.agents.items()}
@@ -170,9 +177,15 @@ class Iteration:
         holders = {holder for _, holder in handed if holder}
         addresses = self._addresses()
         await self._fleet.call(
-            node, "generate", requests=[{"sample": s, "holder": h} for s, h in handed], split=self._split,
-            temperature=self._temperature, seed=self._config.run.seed, max_response_tokens=self._config.algorithm.max_response_tokens,
-            holders={h: addresses[h] for h in holders})
+            node,
+            "generate",
+            requests=[{"sample": s, "holder": h} for s, h in handed],
+            split=self._split,
+            temperature=self._temperature,
+            seed=self._config.run.seed,
+            max_response_tokens=self._config.algorithm.max_response_tokens,
+            holders={h: addresses[h] for h in holders},
+        )
 
     def _requests_failed(self, node: str, handed: list[tuple[str, str | None]], lives: int) -> None:
         # When the worker has died since, they were offered again then, and may be running there a second time.
@@ -180,7 +193,11 @@ class Iteration:
             self.ledger.returned(sample, node, holder=holder)
 
     def _hand_out_groups(self, role: str, method: str, groups: list[Group]) -> None:
-        slots = [(sum(d == (n, r) for d in self._devices.values()), n, r) for n in self._at_work(role) for r in self._replicas]
+        slots = [
+            (sum(d == (n, r) for d in self._devices.values()), n, r)
+            for n in self._at_work(role)
+            for r in self._replicas
+        ]
         for group in groups:
             slots.sort()
             if not slots or slots[0][0] >= LEASES_PER_REPLICA:
@@ -226,7 +243,9 @@ class Iteration:
         self.num_flat_groups += is_flat(rewards)
         advantages = group_advantages(rewards, self._config.algorithm.normalize_std)
         self._advantages[group.name] = {
-            sample: (advantage, outcome.weight) for sample, advantage, outcome in zip(group.samples, advantages, settled)}
+            sample: (advantage, outcome.weight)
+            for sample, advantage, outcome in zip(group.samples, advantages, settled)
+        }
 
     def counted_tokens(self, groups: list[Group]) -> int:
         """Response tokens of these groups that count in the loss."""
@@ -268,7 +287,9 @@ class Iteration:
         self._wake()
 
     def _is_held(self, lease: int) -> bool:
-        return any(group.lease == lease and group.state in ("scoring", "training") for group in self.ledger.groups.values())
+        return any(
+            group.lease == lease and group.state in ("scoring", "training") for group in self.ledger.groups.values()
+        )
 
     # --- roles
 
@@ -309,7 +330,9 @@ class Iteration:
             for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
                                   (self.weights, {n: r for n, r in moves.items() if r != "training"})):
                 if part:
-                    self.tally.switches.append(await self._epochs.change(part, weights, reason, self._take_back, lambda: self.ledger.num_live))
+                    self.tally.switches.append(
+                        await self._epochs.change(part, weights, reason, self._take_back, lambda: self.ledger.num_live)
+                    )
         except BaseException as error:
             self._error = error
             raise

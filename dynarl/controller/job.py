@@ -51,7 +51,9 @@ class OwnerLost(RuntimeError):
 
 @dataclass
 class Progress:
-    """How far the job is; what a checkpoint holds besides tensors. iteration: completed ones; step: optimizer steps in them."""
+    """How far the job is; what a checkpoint holds besides tensors. iteration: completed ones; step: optimizer steps in
+    them.
+    """
 
     iteration: int = 0
     step: int = 0
@@ -90,9 +92,15 @@ class Job:
         self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
         self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch)
         self.trainer = Trainer(config, self.fleet, self.home, self.may)
-        await asyncio.gather(*(self._start_worker(node, role, device)
-                               for node in self.home for role in sorted(self.may[node]) for device in range(config.cluster.devices_per_node)),
-                             *(self._start_environment(node) for node in self.home))
+        await asyncio.gather(
+            *(
+                self._start_worker(node, role, device)
+                for node in self.home
+                for role in sorted(self.may[node])
+                for device in range(config.cluster.devices_per_node)
+            ),
+            *(self._start_environment(node) for node in self.home),
+        )
         await self._load_state(self._resume_from)
         await self.epochs.go_home()
 
@@ -108,13 +116,20 @@ class Job:
             self.journal.append("resumed", iteration=self.progress.iteration, checkpoint=str(checkpoint), durable=True)
             await self.trainer.restore(checkpoint)
         self.weights = Weights(version, "")
-        # The weights leave the trainer once before anything else, so that every node has the trainer's own digest of them.
+        # The weights leave the trainer once before anything else, so that every node has the trainer's own digest of
+        # them.
         await self.sync_weights()
-        await asyncio.gather(*(self._prepare_role(node, role, self.weights.version) for node in self.home for role in sorted(self.may[node])))
+        await asyncio.gather(
+            *(
+                self._prepare_role(node, role, self.weights.version)
+                for node in self.home
+                for role in sorted(self.may[node])
+            )
+        )
 
     async def recover_owners(self) -> None:
-        """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh, from the
-        newest checkpoint. The step lives on. Raises JobFailed after failure.max_restarts."""
+        """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh,
+        from the newest checkpoint. The step lives on. Raises JobFailed after failure.max_restarts."""
         self._stage = None
         self._restarts += 1
         if self._restarts > self.config.failure.max_restarts:
@@ -128,7 +143,9 @@ class Job:
         await asyncio.gather(*(self.fleet.call(node, "halt", role=role) for node, role in self.home.items()))
         for role, nodes in [("training", training)] + [(r, [n]) for n, r in sorted(lost)]:
             await self.fleet.call_each(nodes, "kill_workers", role=role)
-            await asyncio.gather(*(self._start_worker(n, role, d) for n in nodes for d in range(self.config.cluster.devices_per_node)))
+            await asyncio.gather(
+                *(self._start_worker(n, role, d) for n in nodes for d in range(self.config.cluster.devices_per_node))
+            )
         self.down.clear()
         checkpoint = rundir.newest_checkpoint(self.run_dir)
         if checkpoint is None:
@@ -138,15 +155,36 @@ class Job:
     async def _start_worker(self, node: str, role: str, device: int) -> None:
         python = interpreters.of_role(self.config, role)
         env = environ.model_settings(self.config.cluster.interface) | self.config.cluster.env
-        started = await self.fleet.call(node, "start_worker", role=role, device=device, python=python, env=env,
-                                        device_kind=self.config.cluster.device, limit_s=self.config.rollout.start_timeout_s)
+        started = await self.fleet.call(
+            node,
+            "start_worker",
+            role=role,
+            device=device,
+            python=python,
+            env=env,
+            device_kind=self.config.cluster.device,
+            limit_s=self.config.rollout.start_timeout_s,
+        )
         self.journal.append("worker_up", node=node, role=role, device=device, attempt=started["attempt"])
 
     async def _start_environment(self, node: str) -> None:
-        started = await self.fleet.call(node, "start_worker", role="environment", device=0, python=None, env=self.config.cluster.env,
-                                        device_kind="cpu", limit_s=self.config.rollout.start_timeout_s)
-        await self.fleet.call(node, "open_environment", task=msgspec.to_builtins(self.config.task), seed=self.config.run.seed,
-                              limit_s=self.config.task.verify_timeout_s)
+        started = await self.fleet.call(
+            node,
+            "start_worker",
+            role="environment",
+            device=0,
+            python=None,
+            env=self.config.cluster.env,
+            device_kind="cpu",
+            limit_s=self.config.rollout.start_timeout_s,
+        )
+        await self.fleet.call(
+            node,
+            "open_environment",
+            task=msgspec.to_builtins(self.config.task),
+            seed=self.config.run.seed,
+            limit_s=self.config.task.verify_timeout_s,
+        )
         self.journal.append("worker_up", node=node, role="environment", device=0, attempt=started["attempt"])
 
     async def _initial_model(self) -> Path:
@@ -162,8 +200,16 @@ class Job:
         else:
             node, device = self.trainer.leader
             await self.fleet.worker(node, "environment", 0, "save_tokenizer", dir=str(target))
-            await self.fleet.worker(node, "training", device, "create_model", model_dir=str(target),
-                                    model=msgspec.to_builtins(self.config.model), tokenizer_dir=str(target), seed=self.config.run.seed)
+            await self.fleet.worker(
+                node,
+                "training",
+                device,
+                "create_model",
+                model_dir=str(target),
+                model=msgspec.to_builtins(self.config.model),
+                tokenizer_dir=str(target),
+                seed=self.config.run.seed,
+            )
         return target
 
     async def _prepare_role(self, node: str, role: str, version: int) -> None:
@@ -171,9 +217,21 @@ class Job:
         places = range(self.config.cluster.devices_per_node)
         directory = self.trainer.staged(node, version)
         if role == "rollout":
-            await asyncio.gather(*(self.fleet.worker(node, role, d, "load", timeout_s=self.config.rollout.start_timeout_s,
-                                                     model_dir=directory, version=version,
-                                                     config=msgspec.to_builtins(self.config)) for d in places))
+            await asyncio.gather(
+                *(
+                    self.fleet.worker(
+                        node,
+                        role,
+                        d,
+                        "load",
+                        timeout_s=self.config.rollout.start_timeout_s,
+                        model_dir=directory,
+                        version=version,
+                        config=msgspec.to_builtins(self.config),
+                    )
+                    for d in places
+                )
+            )
             await self.fleet.call(node, "loaded", role=role, version=version)
         elif role == "inference":
             await self._build_inference(node, directory, version)
@@ -185,12 +243,32 @@ class Job:
         for first in range(0, self.config.cluster.devices_per_node, width):
             store = await self.fleet.worker(node, "inference", first, "serve_store", host=self.fleet.agents[node].host)
             world = f"inference-{node}-{first}-{time.monotonic_ns()}"
-            await asyncio.gather(*(self.fleet.worker(
-                node, "inference", first + rank, "build", config=msgspec.to_builtins(self.config), store=store, world=world, rank=rank,
-                size=width, model_dir=directory, version=version) for rank in range(width)))
+            await asyncio.gather(
+                *(
+                    self.fleet.worker(
+                        node,
+                        "inference",
+                        first + rank,
+                        "build",
+                        config=msgspec.to_builtins(self.config),
+                        store=store,
+                        world=world,
+                        rank=rank,
+                        size=width,
+                        model_dir=directory,
+                        version=version,
+                    )
+                    for rank in range(width)
+                )
+            )
             if self.config.algorithm.kl_loss_coef > 0:
                 reference = str(self._reference_dir())
-                await asyncio.gather(*(self.fleet.worker(node, "inference", first + rank, "ref_load", model_dir=reference) for rank in range(width)))
+                await asyncio.gather(
+                    *(
+                        self.fleet.worker(node, "inference", first + rank, "ref_load", model_dir=reference)
+                        for rank in range(width)
+                    )
+                )
         await self.fleet.call(node, "loaded", role="inference", version=version)
 
     def _reference_dir(self) -> Path:
@@ -230,19 +308,34 @@ class Job:
         """The reference of the KL term is the model after the warm start."""
         newest = rundir.newest_checkpoint(self.run_dir)
         shutil.copytree(newest / "model", self.run_dir / "reference", dirs_exist_ok=True)
-        await asyncio.gather(*(self.fleet.worker(n, "inference", d, "ref_load", model_dir=str(self._reference_dir()))
-                               for n, may in self.may.items() if "inference" in may for d in range(self.config.cluster.devices_per_node)))
+        await asyncio.gather(
+            *(
+                self.fleet.worker(n, "inference", d, "ref_load", model_dir=str(self._reference_dir()))
+                for n, may in self.may.items()
+                if "inference" in may
+                for d in range(self.config.cluster.devices_per_node)
+            )
+        )
 
     async def evaluate(self, when: str) -> None:
         """Held-out accuracy of the current weights."""
         await self.enter({n: "rollout" for n, may in self.may.items() if "rollout" in may}, "evaluation")
         samples = [wire.sample_id(0, index, 0) for index in range(self.config.task.eval_size)]
-        self._stage = run = self._new_iteration(samples, split="eval", temperature=self.config.task.eval_temperature, train=False)
+        self._stage = run = self._new_iteration(
+            samples, split="eval", temperature=self.config.task.eval_temperature, train=False
+        )
         await run.generate()
         self._stage = None
         accuracy = run.tally.correct / len(samples)
-        self.journal.append("evaluated", when=when, iteration=self.progress.iteration, accuracy=accuracy, size=len(samples),
-                            timeouts=run.tally.timed_out, durable=True)
+        self.journal.append(
+            "evaluated",
+            when=when,
+            iteration=self.progress.iteration,
+            accuracy=accuracy,
+            size=len(samples),
+            timeouts=run.tally.timed_out,
+            durable=True,
+        )
         self.writer.log(self.progress.iteration, {"eval/accuracy": accuracy, "eval/timeouts": run.tally.timed_out})
         self.progress.evaluated_start = True
         await self.fleet.call_each(self.home, "forget", iteration=0)
@@ -269,7 +362,9 @@ class Job:
             stepped.append(await self._step(number, run, batch))
             if index + 1 < algorithm.minibatches:
                 # Inference still scores with the weights that generated.
-                await self.refresh_trainers([n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version)
+                await self.refresh_trainers(
+                    [n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version
+                )
                 run.training_weights = self.weights
         ended = time.monotonic()
         self.progress.iteration = number
@@ -295,15 +390,25 @@ class Job:
             self.progress.step += 1
             samples = run.ledger.trained(batch)
             stats = run.stats()
-            self.journal.append("step_committed", iteration=number, step=self.progress.step, samples=samples,
-                                loss=stats.get("loss", math.nan) / max(tokens, 1), grad_norm=stepped["grad_norm"], tokens=tokens, durable=True)
+            self.journal.append(
+                "step_committed",
+                iteration=number,
+                step=self.progress.step,
+                samples=samples,
+                loss=stats.get("loss", math.nan) / max(tokens, 1),
+                grad_norm=stepped["grad_norm"],
+                tokens=tokens,
+                durable=True,
+            )
         self.last_event = time.monotonic()
         return {**stepped, "version": self.progress.step, "tokens": tokens, "seconds": time.monotonic() - began}
 
     # --- weights and roles
 
     async def sync_weights(self) -> None:
-        """Trainer -> staging of every node, by MPI between the agents. Roles read it from there when they become active."""
+        """Trainer -> staging of every node, by MPI between the agents. Roles read it from there when they become
+        active.
+        """
         await asyncio.gather(*self._reviving)  # they read the weights that go out of use now
         self.weights = await self.trainer.export(self.weights.version + 1)
         await self._broadcast(list(self.home), keep=[self.weights.version])
@@ -314,8 +419,17 @@ class Job:
         nodes = sorted({*nodes, leader})
         ranks = [self.fleet.agents[n].rank for n in nodes]
         checksums = await self.fleet.call_each(
-            nodes, "broadcast", epoch=self.epochs.epoch, ranks=ranks, version=version, root=self.fleet.agents[leader].rank,
-            num_bytes=self.weights.num_bytes, source=str(self._small_files()), keep=keep, limit_s=300.0)
+            nodes,
+            "broadcast",
+            epoch=self.epochs.epoch,
+            ranks=ranks,
+            version=version,
+            root=self.fleet.agents[leader].rank,
+            num_bytes=self.weights.num_bytes,
+            source=str(self._small_files()),
+            keep=keep,
+            limit_s=300.0,
+        )
         if len(set(checksums.values())) != 1:
             raise JobFailed(f"weights of version {version} differ after the broadcast: {checksums}")
 
@@ -323,10 +437,14 @@ class Job:
         return self.run_dir / "model"
 
     async def refresh_trainers(self, nodes: list[str], keep: int | None = None) -> None:
-        """New weights for the trainers on `nodes` alone; version `keep` stays staged beside them, for roles that still use it."""
+        """New weights for the trainers on `nodes` alone; version `keep` stays staged beside them, for roles that still
+        use it.
+        """
         await asyncio.gather(*self._reviving)
         self.weights = await self.trainer.export(self.weights.version + 1)
-        await self._broadcast(nodes if keep is None else list(self.home), [self.weights.version] + [keep] * (keep is not None))
+        await self._broadcast(
+            nodes if keep is None else list(self.home), [self.weights.version] + [keep] * (keep is not None)
+        )
         await self.fleet.call_each(nodes, "refresh", version=self.weights.version)
 
     async def enter(self, roles: dict[str, str], reason: str) -> None:
@@ -398,15 +516,23 @@ class Job:
 
     # --- workers that die
 
-    def event_worker_died(self, node: str, *, role: str, device: int, attempt: int, status: str, tail: list[str]) -> None:
-        self.journal.append("worker_died", node=node, role=role, device=device, attempt=attempt, status=status, tail=tail)
-        log.error("%s worker %d on %s (attempt %d) died: %s\n    %s", role, device, node, attempt, status, "\n    ".join(tail))
+    def event_worker_died(
+        self, node: str, *, role: str, device: int, attempt: int, status: str, tail: list[str]
+    ) -> None:
+        self.journal.append(
+            "worker_died", node=node, role=role, device=device, attempt=attempt, status=status, tail=tail
+        )
+        log.error(
+            "%s worker %d on %s (attempt %d) died: %s\n    %s", role, device, node, attempt, status, "\n    ".join(tail)
+        )
         self._restarts += 1
         text = f"{role} worker {device} on {node} died: {status}"
         if getattr(self.config.failure, role) == "end":
             self._faults.put_nowait(JobFailed(f"{text}; failure.{role} is 'end'"))
         elif self._restarts > self.config.failure.max_restarts:
-            self._faults.put_nowait(JobFailed(f"{text}; that was restart {self._restarts} of at most {self.config.failure.max_restarts}"))
+            self._faults.put_nowait(
+                JobFailed(f"{text}; that was restart {self._restarts} of at most {self.config.failure.max_restarts}")
+            )
         elif role == "training" and self.home[node] == "training":
             self._faults.put_nowait(OwnerLost(text))
         elif role != "environment":

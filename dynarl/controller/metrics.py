@@ -10,9 +10,11 @@ from dynarl.controller.iteration import Iteration
 from dynarl.scheduler.policy import ROLES
 
 
-def of_iteration(config: Config, run: Iteration, steps: list[dict[str, Any]], num_nodes: int, began: float, ended: float) -> dict[str, float]:
-    """`began`, `ended`: monotonic seconds of the iteration without the distribution of new weights. `alloc/nodes/*` are means over
-    the iteration."""
+def of_iteration(
+    config: Config, run: Iteration, steps: list[dict[str, Any]], num_nodes: int, began: float, ended: float
+) -> dict[str, float]:
+    """`began`, `ended`: monotonic seconds of the iteration without the distribution of new weights. `alloc/nodes/*` are
+    means over the iteration."""
     groups = list(run.ledger.groups.values())
     lengths = [group.tokens[s] for group in groups for s in group.samples]
     rewards = [group.rewards[s] for group in groups for s in group.samples]
@@ -38,7 +40,9 @@ def of_iteration(config: Config, run: Iteration, steps: list[dict[str, Any]], nu
         "timing_s/gen": run.tally.generated_at - began,
         "timing_s/update_actor": sum(step["seconds"] for step in steps),
         "perf/total_num_tokens": sum(lengths) + run.tally.prompt_tokens,
-        "perf/throughput": (sum(lengths) + run.tally.prompt_tokens) / seconds / (num_nodes * config.cluster.devices_per_node),
+        "perf/throughput": (sum(lengths) + run.tally.prompt_tokens)
+        / seconds
+        / (num_nodes * config.cluster.devices_per_node),
         "perf/tokens_per_s": sum(lengths) / seconds,
         "perf/time_per_step": seconds,
         "alloc/switch_count": sum(outcome.committed for outcome in run.tally.switches),
@@ -56,7 +60,9 @@ def of_iteration(config: Config, run: Iteration, steps: list[dict[str, Any]], nu
         data[f"alloc/nodes/{role}"] = num_nodes * node_seconds.get(role, 0.0) / sum(node_seconds.values())
     committed = [outcome for outcome in run.tally.switches if outcome.committed]
     for phase in sorted({name for outcome in committed for name in outcome.phases}):
-        data[f"timing_s/switch/{phase.removesuffix('_ms')}"] = 1e-3 * sum(outcome.phases.get(phase, 0.0) for outcome in committed)
+        data[f"timing_s/switch/{phase.removesuffix('_ms')}"] = 1e-3 * sum(
+            outcome.phases.get(phase, 0.0) for outcome in committed
+        )
     return data
 
 

@@ -1,8 +1,9 @@
 """The trainer as a whole: owners that hold the optimizer, borrowed workers that lend their gradients, one step for all.
 
-Owners (home role training) form one torch world with Megatron's groups; every other training worker is a replica of its own
-(tensor parallel inside the node) and joins only the standalone reduction group. At a step each borrowed gradient buffer is
-summed into an owner's of the same tensor rank, along a tree; then the owners reduce among themselves, clip and step.
+Owners (home role training) form one torch world with Megatron's groups; every other training worker is a replica of its
+own (tensor parallel inside the node) and joins only the standalone reduction group. At a step each borrowed gradient
+buffer is summed into an owner's of the same tensor rank, along a tree; then the owners reduce among themselves, clip
+and step.
 """
 
 from __future__ import annotations
@@ -66,11 +67,26 @@ class Trainer:
             places = [(node, d) for d in range(first, first + self._tp)]
             store = await self._on(places[0], "serve_store", host=self._host(node))
             world = f"{node}-{first}-{next(self._generation)}"
-            await asyncio.gather(*(self._build(p, store, world, rank, self._tp, False, version) for rank, p in enumerate(places)))
+            await asyncio.gather(
+                *(self._build(p, store, world, rank, self._tp, False, version) for rank, p in enumerate(places))
+            )
 
-    async def _build(self, place: Place, store: str, world: str, rank: int, size: int, owner: bool, version: int) -> None:
-        await self._on(place, "build", timeout_s=BUILD_TIMEOUT_S, config=msgspec.to_builtins(self._config), store=store, world=world,
-                       rank=rank, size=size, owner=owner, model_dir=self.staged(place[0], version), version=version)
+    async def _build(
+        self, place: Place, store: str, world: str, rank: int, size: int, owner: bool, version: int
+    ) -> None:
+        await self._on(
+            place,
+            "build",
+            timeout_s=BUILD_TIMEOUT_S,
+            config=msgspec.to_builtins(self._config),
+            store=store,
+            world=world,
+            rank=rank,
+            size=size,
+            owner=owner,
+            model_dir=self.staged(place[0], version),
+            version=version,
+        )
 
     def _host(self, node: str) -> str:
         return self._fleet.agents[node].host
@@ -88,10 +104,14 @@ class Trainer:
 
     async def begin(self, step: int, loss: str, without: frozenset[str] = frozenset()) -> None:
         """Zero gradients everywhere."""
-        await asyncio.gather(*(self._on(p, "begin", step=step, loss=loss) for p in self.everyone if p[0] not in without))
+        await asyncio.gather(
+            *(self._on(p, "begin", step=step, loss=loss) for p in self.everyone if p[0] not in without)
+        )
 
     async def step(self, contributors: set[str], global_tokens: int, lr: float) -> dict[str, float]:
-        """Sum the gradients of the borrowed workers on `contributors` (nodes) into the owners' and step. Returns {grad_norm, lr}."""
+        """Sum the gradients of the borrowed workers on `contributors` (nodes) into the owners' and step. Returns
+        {grad_norm, lr}.
+        """
         trees = self.trees([p for p in self.borrowed if p[0] in contributors])
         members = {rank for tree in trees for rank in tree}
         if trees:
@@ -100,7 +120,8 @@ class Trainer:
         return answers[0]
 
     def trees(self, borrowed: list[Place]) -> list[list[int]]:
-        """Who sums with whom: per owner a list of reduction ranks, itself first. Owners without a helper are left out."""
+        """Who sums with whom: per owner a list of reduction ranks, itself first. Owners without a helper are left out.
+        """
         replicas = [borrowed[i:i + self._tp] for i in range(0, len(borrowed), self._tp)]
         data_parallel = len(self.owners) // self._tp
         trees = []
@@ -112,9 +133,15 @@ class Trainer:
 
     async def export(self, version: int) -> Weights:
         """Write the owners' weights as `version` into the leader's staging."""
-        answers = await asyncio.gather(*(
-            self._on(p, "export", model_dir=self.staged(self.leader[0], version), version=version) for p in self.owners))
-        await asyncio.gather(*(self._fleet.call(n, "loaded", role="training", version=version) for n in self.owner_nodes))
+        answers = await asyncio.gather(
+            *(
+                self._on(p, "export", model_dir=self.staged(self.leader[0], version), version=version)
+                for p in self.owners
+            )
+        )
+        await asyncio.gather(
+            *(self._fleet.call(n, "loaded", role="training", version=version) for n in self.owner_nodes)
+        )
         return Weights(version, answers[0]["digest"], answers[0]["bytes"])
 
     async def save(self, directory: Path) -> None:

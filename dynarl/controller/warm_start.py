@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Replica = tuple[str, int]  # (node, first device)
 
-# A replica joins only if it gets at least this many demonstrations of a step: below, sending it new weights after each step
-# takes longer than its share of the work.
+# A replica joins only if it gets at least this many demonstrations of a step: below, sending it new weights after each
+# step takes longer than its share of the work.
 LEAST_SHARE = 16
 
 
@@ -47,7 +47,14 @@ class WarmStart:
                 await job.trainer.step(set(nodes), int(tokens), supervised_lr(config.lr, step, config.steps))
             if not alone:
                 await job.refresh_trainers(nodes)
-            job.writer.log(0, {"warm_start/loss": loss, "warm_start/step": step + 1, "timing_s/warm_start_step": time.monotonic() - began})
+            job.writer.log(
+                0,
+                {
+                    "warm_start/loss": loss,
+                    "warm_start/step": step + 1,
+                    "timing_s/warm_start_step": time.monotonic() - began,
+                },
+            )
             job.last_event = time.monotonic()
         await drawn
         return loss
@@ -56,7 +63,9 @@ class WarmStart:
         """The replicas that take part, owners first; each gets an equal share of a step's demonstrations."""
         places = self._job.trainer.everyone[:: self._training.tp]
         owners = len(self._job.trainer.owners) // self._training.tp
-        return places[: max(owners, min(len(places), self._config.batch_size // LEAST_SHARE))][: self._config.batch_size]
+        return places[: max(owners, min(len(places), self._config.batch_size // LEAST_SHARE))][
+            : self._config.batch_size
+        ]
 
     def _draw(self, replicas: list[Replica], step: int) -> asyncio.Future[list[list[dict]]]:
         """Ask for the demonstrations of a step, a share from each replica's own node, ahead of their use."""
@@ -68,7 +77,9 @@ class WarmStart:
     async def _train(self, place: Replica, lease: int, samples: list[dict]) -> dict[str, float]:
         """Accumulate the gradient of demonstrations at one replica; returns its statistics."""
         done = self._open[lease] = asyncio.get_running_loop().create_future()
-        await self._job.fleet.call(place[0], "demonstrate", lease=lease, device=place[1], samples=samples, width=self._training.tp)
+        await self._job.fleet.call(
+            place[0], "demonstrate", lease=lease, device=place[1], samples=samples, width=self._training.tp
+        )
         return await done
 
     def event_trained(self, node: str, *, lease: int, stats: dict[str, float]) -> None:
