@@ -4,7 +4,8 @@ One job, all nodes able to take every role. Each candidate gets the very same wo
 0), same sample ids, hence the same answers. A measurement is a whole iteration, from the start roles to the new weights
 on every node. Candidates, interleaved in every round:
 
-- every static split of the nodes into rollout, inference and training (each at least one node);
+- every static split of the nodes into rollout, inference and training (each at least one node); the fastest of the first
+  round go on to the later ones, where the medians are taken;
 - colocated: all nodes take the roles in turn;
 - dynamic: the threshold rule.
 
@@ -34,6 +35,8 @@ from dynarl.scheduler.policy import start_roles
 log = logging.getLogger(__name__)
 
 ROUNDS = 3
+# Static splits that are measured in every round; the others were much slower in the first.
+FINALISTS = 6
 MOVES = 10
 RESTARTS = 3
 
@@ -60,7 +63,7 @@ class RolesBench(Job):
         results: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
         await self.measure(*candidates["colocated"])  # warm: first forward passes, communicators
         for round_ in range(ROUNDS):
-            names = list(candidates)
+            names = list(candidates) if round_ == 0 else finalists(results)
             random.Random(round_).shuffle(names)
             for name in names:
                 results[name].append(await self.measure(*candidates[name]))
@@ -153,10 +156,17 @@ class RolesBench(Job):
         }
 
 
+def finalists(results: dict[str, list[dict[str, float]]]) -> list[str]:
+    """The candidates of the later rounds: the fastest static splits of the first, and all that are not static."""
+    static = sorted((n for n in results if n.startswith("static")), key=lambda n: results[n][0]["seconds"])
+    return static[:FINALISTS] + [n for n in results if not n.startswith("static")]
+
+
 def summary(results: dict[str, Any]) -> dict[str, Any]:
     """Medians and ratios from what the job wrote."""
-    rate = {name: statistics.median(m["tokens_per_s"] for m in ms) for name, ms in results["rounds"].items() if ms}
-    static = {name: value for name, value in rate.items() if name.startswith("static")}
+    rate = {name: statistics.median(m["tokens_per_s"] for m in ms) for name, ms in results["rounds"].items()}
+    rounds = max(len(ms) for ms in results["rounds"].values())
+    static = {name: value for name, value in rate.items() if name.startswith("static") and len(results["rounds"][name]) == rounds}
     best = max(static, key=static.get)
     pauses = sorted(m["pause_without_drain_ms"] for m in results.get("moves", []))
     phases = (

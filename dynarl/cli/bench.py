@@ -39,12 +39,12 @@ def roles(config: Path | None, cpu_quota: float, site: bool, keep: bool, output_
     from dynarl.config import load
     from dynarl.slurm import jobscript
 
-    path = config or jobscript.shipped("configs/jobs/bench-roles.yaml")
+    path = config or jobscript.SHARE / "configs" / "jobs" / "bench-roles.yaml"
     nodes = load.load(path).cluster.nodes
     results = msgspec.json.decode(_run_job("dynarl.bench.roles", path, nodes, cpu_quota, site, keep))
     figures = summary(results)
     if output_format == "json":
-        output.print_json({k: v for k, v in figures.items() if k != "schema"})
+        output.print_json(figures)
     else:
         _show_roles(figures)
 

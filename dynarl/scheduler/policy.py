@@ -1,8 +1,10 @@
 """Which node does what next: pure functions of what is seen now.
 
-The rule, in three lines:
+The rule, in four lines:
 - Rollout keeps as many nodes as its live requests fill at `threshold` requests per node (at least `min_rollout_nodes`
   while requests live); the nodes with the fewest requests leave first, because they have the least to hand over.
+- While requests live, no more nodes leave than there are complete groups that nobody works on: a group cannot be trained
+  before its last answer is there, and a node that left for nothing would only crowd the others.
 - The other nodes share inference and training in proportion to the work that is left for each; a node changes only when
   its present role has nothing to hand out and the other has.
 - Nobody returns to rollout before the next iteration: on-policy data for it does not exist before the weights do. Only when
@@ -82,6 +84,9 @@ def _leave_rollout(policy: Policy, view: View) -> dict[str, str]:
     else:
         keep = max(policy.min_rollout_nodes, -(-live // policy.threshold)) if live else 0
     surplus = min(len(generators) - keep, len(movable))
+    if live and policy.name == "threshold":
+        scorable = any("inference" in view.may[node] for node in movable)
+        surplus = min(surplus, view.to_train + (view.to_score if scorable else 0))
     if surplus <= 0:
         return {}
     leavers = sorted(movable, key=lambda node: (view.running.get(node, 0), node))[:surplus]

@@ -50,7 +50,7 @@ def test_colocated_nodes_take_every_role_and_all_begin_with_rollout():
 @pytest.mark.parametrize("live, leave", [(33, 0), (32, 0), (25, 0), (24, 1), (17, 1), (16, 2), (9, 2), (8, 3), (1, 3), (0, 4)])
 def test_rollout_keeps_as_many_nodes_as_live_requests_fill(live, leave):
     running = {f"n{i}": live // 4 + (i <= live % 4) for i in range(1, 5)}
-    moves = decide(Policy(threshold=8), view(homes(4, 0, 1), running=running, generating=5))
+    moves = decide(Policy(threshold=8), view(homes(4, 0, 1), running=running, generating=5, to_train=9))
     assert len(moves) == leave
     assert set(moves.values()) <= {"training"}
 
@@ -61,13 +61,26 @@ def test_waiting_requests_are_live():
 
 def test_the_least_loaded_leave_first():
     running = {"n1": 5, "n2": 1, "n3": 3}
-    assert decide(Policy(threshold=8), view(homes(3, 0, 1), running=running, generating=3)) == {"n2": "training"}
+    assert decide(Policy(threshold=8), view(homes(3, 0, 1), running=running, generating=3, to_train=1)) == {"n2": "training"}
 
 
 def test_min_rollout_nodes_stay_while_requests_live():
     policy = Policy(threshold=8, min_rollout_nodes=2)
-    assert len(decide(policy, view(homes(3, 0, 1), running={"n1": 1, "n2": 0, "n3": 0}, generating=1))) == 1
+    assert len(decide(policy, view(homes(3, 0, 1), running={"n1": 1, "n2": 0, "n3": 0}, generating=1, to_train=5))) == 1
     assert len(decide(policy, view(homes(3, 0, 1), running={"n1": 0, "n2": 0, "n3": 0}, to_score=1))) == 3
+
+
+@pytest.mark.parametrize("complete, leave", [(0, 0), (1, 1), (2, 2), (9, 3)])
+def test_while_requests_live_no_more_leave_than_groups_wait(complete, leave):
+    running = {"n1": 1, "n2": 0, "n3": 0, "n4": 0}
+    assert len(decide(Policy(threshold=8), view(homes(4, 0, 1), running=running, generating=1, to_train=complete))) == leave
+
+
+def test_groups_to_score_wait_for_nodes_that_can_score():
+    running, policy = {"n1": 1, "n2": 0}, Policy(threshold=8)
+    assert decide(policy, view(homes(2, 0, 1), running=running, generating=1, to_score=3)) == {}
+    lending = Policy(threshold=8, lend_owners=True)
+    assert decide(lending, view(homes(2, 0, 1), policy=lending, running=running, generating=1, to_score=3)) == {"n2": "inference"}
 
 
 def test_nobody_leaves_for_nothing():
