@@ -226,9 +226,15 @@ class Agent:
         while name in self.supervisor.workers:
             await asyncio.sleep(0.01)
         self.workers.peer_gone(name, f"{name} was ended")
+        if self._stop.is_set():  # Slurm ends a job by ending all its processes at once
+            return
         worker = self.supervisor.start("environment", 0, **self._python["environment"])
-        await worker.up
-        await self._call_environment("open", **self._environment_open)
+        try:
+            await worker.up
+            await self._call_environment("open", **self._environment_open)
+        except RuntimeError:
+            if not self._stop.is_set():
+                raise
 
     async def on_demonstrations(self, peer: str, start: int, count: int) -> list[dict]:
         return await self.verifier.demonstrations(start, count)

@@ -4,8 +4,8 @@ One job, all nodes able to take every role. Each candidate gets the very same wo
 0), same sample ids, hence the same answers. A measurement is a whole iteration, from the start roles to the new weights
 on every node. Candidates, interleaved in every round:
 
-- every static split of the nodes into rollout, inference and training (each at least one node); the fastest of the first
-  round go on to the later ones, where the medians are taken;
+- every static split of the nodes into rollout, inference and training (each at least one node); the fastest of the
+  first round go on to the later ones, and the medians are over all rounds;
 - colocated: all nodes take the roles in turn;
 - dynamic: the threshold rule.
 
@@ -166,7 +166,8 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     """Medians and ratios from what the job wrote."""
     rate = {name: statistics.median(m["tokens_per_s"] for m in ms) for name, ms in results["rounds"].items()}
     rounds = max(len(ms) for ms in results["rounds"].values())
-    static = {name: value for name, value in rate.items() if name.startswith("static") and len(results["rounds"][name]) == rounds}
+    finished = [name for name, ms in results["rounds"].items() if len(ms) == rounds]
+    static = {name: rate[name] for name in finished if name.startswith("static")}
     best = max(static, key=static.get)
     pauses = sorted(m["pause_without_drain_ms"] for m in results.get("moves", []))
     phases = (

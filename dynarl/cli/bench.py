@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import click
 import msgspec
 
 from dynarl.cli import output
-from dynarl.errors import DynarlError
+from dynarl.errors import DynarlError, SlurmError
 
 POLL_S = 2.0
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,7 +27,11 @@ def command() -> None:
 
 
 @command.command(cls=output.Command)
-@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The work; default configs/jobs/bench-roles.yaml.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The work; default configs/jobs/bench-roles.yaml.",
+)
 @click.option("--cpu-quota", default=0.25, show_default=True, help="Cores that one simulated node gets.")
 @click.option("--site", is_flag=True, help="Use the Slurm that this shell speaks to, instead of starting one.")
 @click.option("--keep", is_flag=True, help="Keep the run directory and the Slurm that was started.")
@@ -65,9 +71,22 @@ def _run_job(module: str, config: Path, nodes: int, cpu_quota: float, site: bool
             env = cluster.env
         (work / "run").mkdir()
         source = Path(__file__).resolve().parents[2]
-        script = f"cd {work}; PYTHONPATH={source} exec {sys.executable} -u -m {module} --config {config.resolve()} --run-dir {work / 'run'}"
-        job = subprocess.run(["sbatch", "--parsable", f"--nodes={nodes}", "--exclusive", "--mem=0", f"--output={work}/slurm.out", "--wrap", script],
-                             env=env, check=True, capture_output=True, text=True).stdout.strip()
+        quoted = {
+            name: shlex.quote(str(value))
+            for name, value in {
+                "work": work,
+                "source": source,
+                "python": sys.executable,
+                "config": config.resolve(),
+                "run": work / "run",
+            }.items()
+        }
+        script = (
+            "cd {work}; PYTHONPATH={source} exec {python} -u -m {module} --config {config} --run-dir {run}"
+        ).format(module=module, **quoted)
+        job = _submit(
+            [f"--nodes={nodes}", "--exclusive", "--mem=0", f"--output={work}/slurm.out", "--wrap", script], env
+        )
         _follow(work, job, env)
         result = work / "run" / "bench.json"
         if not result.exists():
@@ -82,16 +101,30 @@ def _run_job(module: str, config: Path, nodes: int, cpu_quota: float, site: bool
             shutil.rmtree(work, ignore_errors=True)
 
 
+def _submit(options: list[str], env: dict[str, str]) -> str:
+    """sbatch; returns the job id. Raises SlurmError with what sbatch said."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable", *options], env=env, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise SlurmError("sbatch is not on the PATH; without --site the benchmark starts a Slurm of its own") from None
+    if done.returncode:
+        raise SlurmError(f"sbatch refused the benchmark's job: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
 def _follow(work: Path, job: str, env: dict[str, str]) -> None:
     """Wait for the job; say what it measured as it goes."""
-    said = 0
+    said, failures = 0, 0
     while True:
-        queued = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], env=env, capture_output=True, text=True).stdout.strip()
+        asked = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], env=env, capture_output=True, text=True)
+        # A slurmctld that does not answer once is no end of the job; one that has forgotten the job says so each time.
+        failures = failures + 1 if asked.returncode else 0
+        state = asked.stdout.strip()
         lines = [line for line in _lines(work / "slurm.out") if " round " in line]
         for line in lines[said:]:
             output.note(line.partition("INFO ")[2])
         said = len(lines)
-        if not queued or queued in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+        if failures > 5 or (not failures and (not state or state in FINAL)):
             return
         time.sleep(POLL_S)
 
@@ -117,7 +150,10 @@ def _show_roles(figures: dict) -> None:
         mark = " (rollout:inference:training)" if name == figures["best_static"] else ""
         table.add_row(name + mark, f"{rate:,.0f}", f"{rate / best:.2f}", style="bold" if name == "dynamic" else None)
     console.print(table)
-    if "move_pause_without_drain_ms" in figures:
-        phases = "  ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in figures["move"].items() if name.endswith("_ms") and "pause" not in name)
-        console.print(f"A move pauses its node {figures['move']['pause_ms']:.0f} ms ({figures['move_pause_without_drain_ms']:.0f} ms without the drain): {phases} ms")
-        console.print(f"The same by ending and starting the step: {figures['restart_pause_ms']:,.0f} ms, {figures['restart_to_move']:.0f} times as long")
+    if "move_pause_without_drain_ms" not in figures:
+        return
+    move = figures["move"]
+    phases = ", ".join(f"{name.removesuffix('_ms')} {move[name]:.0f}" for name in move if name.endswith("_ms") and "pause" not in name)
+    without_drain, restart = figures["move_pause_without_drain_ms"], figures["restart_pause_ms"]
+    console.print(f"A move pauses its node {move['pause_ms']:.0f} ms, {without_drain:.0f} ms without the drain ({phases} ms).")
+    console.print(f"The same by ending and starting the step: {restart:,.0f} ms, {figures['restart_to_move']:.0f} times as long.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 
 from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
 from dynarl.slurm import environ, hostlist
+
+log = logging.getLogger(__name__)
 
 
 def allocated_nodes() -> list[str]:
@@ -22,20 +25,27 @@ def allocated_nodes() -> list[str]:
 
 
 def surviving_nodes(nodes: list[str]) -> list[str]:
-    """Those of `nodes` that Slurm does not report as down."""
-    text = subprocess.run(
-        ["sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T"],
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in environ.for_srun(os.environ).items() if not k.startswith("SINFO_")},
-    ).stdout
+    """Those of `nodes` that Slurm does not report as down; all of them when Slurm does not answer."""
+    env = {k: v for k, v in environ.for_srun(os.environ).items() if not k.startswith("SINFO_")}
+    try:
+        text = subprocess.run(
+            ["sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T"],
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=30,
+            check=True,
+        ).stdout
+    except (subprocess.SubprocessError, OSError) as error:
+        log.warning("sinfo does not say which nodes are left (%s); trying with %s", error, ", ".join(nodes))
+        return nodes
     states = dict(line.split("|") for line in text.split() if "|" in line)
-    return [
-        n
-        for n in nodes
-        if not any(word in states.get(n, "").lower() for word in ("down", "fail", "not_resp", "unknown"))
-        and "*" not in states.get(n, "")
-    ]
+
+    def usable(state: str) -> bool:
+        # An asterisk: the node does not respond.
+        return "*" not in state and not any(word in state for word in ("down", "fail", "unknown"))
+
+    return [node for node in nodes if usable(states.get(node, "").lower())]
 
 
 def assign_homes(config: Config, nodes: list[str]) -> dict[str, str]:
