@@ -210,8 +210,10 @@ class Agent:
 
     # --- orders: prompts and rewards
 
-    async def on_open_environment(self, peer: str, task: dict, seed: int, limit_s: float) -> None:
-        self._environment_open = {"task": task, "seed": seed, "tokenizer_dir": None}
+    async def on_open_environment(
+        self, peer: str, task: dict, seed: int, limit_s: float, tokenizer_dir: str | None = None
+    ) -> None:
+        self._environment_open = {"task": task, "seed": seed, "tokenizer_dir": tokenizer_dir}
         self.verifier = Verifier(self._call_environment, self._restart_environment, limit_s)
         await self._call_environment("open", **self._environment_open)
 

@@ -120,7 +120,7 @@ class Task(Section):
         "arithmetic"
     )
     args: Annotated[dict[str, int | float | str | bool | list[int]], doc("arguments of the task")] = {}
-    train_size: Annotated[Positive, doc("distinct training prompts")] = 100_000
+    train_size: Annotated[Positive, doc("number of training prompts, drawn at random; an easy task repeats some")] = 100_000
     eval_size: Annotated[Count, doc("held-out prompts")] = 128
     eval_temperature: Annotated[NonNegative, doc("0 is greedy")] = 0.0
     verify_timeout_s: Annotated[NonNegative, doc("a verifier that takes longer is killed; the answer scores 0")] = 5.0

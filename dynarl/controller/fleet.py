@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ import zmq.asyncio
 from dynarl import keys, rundir
 from dynarl.config.schema import Config
 from dynarl.errors import SlurmError
+from dynarl.parent import in_child_of
 from dynarl.rpc import Link
 from dynarl.slurm import environ
 from dynarl.slurm.srun import Component, StepSpec, command_line
@@ -133,8 +135,13 @@ class Fleet:
         self.stopping = False
         argv = command_line(step_spec(self._config, nodes, self.address, self._run, self._attempt))
         log.info("starting the step: %s", " ".join(argv))
+        # scancel ends this process first. An srun that then hangs in its own way out would be nobody's child, and a Slurm
+        # that follows the parents of processes (proctrack/linuxproc) would wait for it for ever.
         self._srun = await asyncio.create_subprocess_exec(
-            *argv, env=environ.for_srun(os.environ), stdin=asyncio.subprocess.DEVNULL
+            *argv,
+            env=environ.for_srun(os.environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=functools.partial(in_child_of, os.getpid()),
         )
         self.ended = asyncio.create_task(self._wait())
         hello = asyncio.create_task(self._all_here(set(nodes)))

@@ -184,6 +184,8 @@ class Job:
             task=msgspec.to_builtins(self.config.task),
             seed=self.config.run.seed,
             limit_s=self.config.task.verify_timeout_s,
+            # Prompts are written in the vocabulary of the model that is trained; a fresh model takes the task's.
+            tokenizer_dir=self.config.model.path,
         )
         self.journal.append("worker_up", node=node, role="environment", device=0, attempt=started["attempt"])
 

@@ -8,7 +8,6 @@ background, `work()`.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
 import signal
@@ -19,8 +18,7 @@ from typing import Any
 import zmq
 
 from dynarl import wire
-
-PR_SET_PDEATHSIG = 1
+from dynarl.parent import die_with_parent
 
 
 class Worker:
@@ -85,7 +83,7 @@ def main(worker_class: type[Worker]) -> None:
     parser.add_argument("--parent", type=int, help="process id of the agent")
     args = parser.parse_args()
     # The agent may be killed without a chance to clean up: then this process must not outlive it.
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if args.parent not in (None, os.getppid()):  # it died before the line above; an orphan's parent need not be process 1
         sys.exit("the agent that started this worker is gone")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

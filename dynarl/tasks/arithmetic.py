@@ -25,6 +25,8 @@ from dynarl.tasks.base import Score, Task, check_split
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
 MARKER = "\nanswer: "
 HELD_OUT_ONE_IN = 8
+# For one more held-out question. Eight draws are enough as long as there are plenty.
+MOST_DRAWS = 20_000
 
 
 class ArithmeticArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -37,6 +39,7 @@ class ArithmeticArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     tail: float = 1.0  # a chain of n terms has probability proportional to n ** -tail; 0: all lengths alike
     worked: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3  # share of demonstrations with worked steps ...
     worked_first: Annotated[int, Meta(ge=0)] = 0  # ... after this many, which all have them
+    growing: Annotated[int, Meta(ge=0)] = 0  # over this many the longest chain grows from min_terms to max_terms
 
     def __post_init__(self) -> None:
         for low, high in (("min_terms", "max_terms"), ("min_digits", "max_digits")):
@@ -57,10 +60,11 @@ class Arithmetic(Task):
         self._weights = [n**-self.args.tail for n in self._terms]
         self._entry = functools.lru_cache(maxsize=4096)(self._make_entry)
         self._dataset = functools.cache(self._make_dataset)
+        self._held_out: dict[str, dict[str, Any]] = {}  # by question, in the order of their indices
 
     def question(self, split: str, index: int) -> str:
         check_split(split, index)
-        return self._entry(split, index)["question"]
+        return self._entry_of(split, index)["question"]
 
     def verify(self, split: str, index: int, response: str) -> Score:
         """1 if the text after the last marker of the response is the right number, else 0.
@@ -68,7 +72,7 @@ class Arithmetic(Task):
         The verifier gives part marks for text that contains the right number; those count as wrong here.
         """
         check_split(split, index)
-        entry = self._entry(split, index)
+        entry = self._entry_of(split, index)
         _, marker, answer = response.rpartition(MARKER)
         dataset = self._dataset(entry["metadata"]["num_terms"])
         correct = bool(marker) and dataset.score_answer(answer, entry) == 1.0
@@ -88,15 +92,40 @@ class Arithmetic(Task):
         numbers = [*map(str, range(10, 100)), *map(str, range(-60, 0))]
         return [INSTRUCTION, " + ", " - ", " = ", " =", MARKER, "\n", "-", *"0123456789", *operations, *numbers]
 
+    def _entry_of(self, split: str, index: int) -> dict[str, Any]:
+        return self._entry(split, index) if split == "train" else self._held_out_entry(index)
+
     def _make_entry(self, stream: str, index: int) -> dict[str, Any]:
-        """Draw questions from a stream of random numbers until one lies on the stream's side of the hash rule."""
+        """Draw questions from a stream of random numbers until one may be trained on."""
         rng = self._rng(stream, index)
-        num_terms = rng.choices(self._terms, self._weights)[0]
-        dataset = self._dataset(num_terms)
-        while True:
-            entry = dataset[rng.getrandbits(48)]
-            if is_held_out(entry["question"]) == (stream == "eval"):
-                return entry
+        terms = range(self.args.min_terms, self._longest(stream, index) + 1)
+        dataset = self._dataset(rng.choices(terms, self._weights[: len(terms)])[0])
+        while is_held_out((entry := dataset[rng.getrandbits(48)])["question"]):
+            pass
+        return entry
+
+    def _longest(self, stream: str, index: int) -> int:
+        """Number of terms of the longest chain that may be drawn."""
+        if stream == "train" or index >= self.args.growing:
+            return self.args.max_terms
+        return self.args.min_terms + (self.args.max_terms - self.args.min_terms) * index // self.args.growing
+
+    def _held_out_entry(self, index: int) -> dict[str, Any]:
+        """The held-out questions are all different: each is drawn until it is none of those before it."""
+        while len(self._held_out) <= index:
+            rng = self._rng("eval", len(self._held_out))
+            for _ in range(MOST_DRAWS):
+                num_terms = rng.choices(self._terms, self._weights)[0]
+                entry = self._dataset(num_terms)[rng.getrandbits(48)]
+                if is_held_out(entry["question"]) and entry["question"] not in self._held_out:
+                    self._held_out[entry["question"]] = entry
+                    break
+            else:
+                raise ValueError(
+                    f"task: {len(self._held_out)} different held-out questions were found, and {MOST_DRAWS} more draws gave "
+                    f"none; a smaller task.eval_size or a larger max_terms or max_digits helps"
+                )
+        return list(self._held_out.values())[index]
 
     def _rng(self, stream: str, index: int) -> random.Random:
         return random.Random(f"{self.seed} {stream} {index}")  # a string is hashed with SHA-512: the same everywhere

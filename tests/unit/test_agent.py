@@ -203,6 +203,22 @@ def test_a_halt_does_not_wait_for_workers_that_still_start(tmp_path):
     at_desk(tmp_path, scenario, "training")
 
 
+def test_prompts_are_written_in_the_vocabulary_that_the_job_names(tmp_path):
+    from dynarl.tasks import tokenizer
+
+    tokenizer.build(["other", "vocabulary", "1", "+", " ", "="]).save(tmp_path / "model")
+
+    async def scenario(desk):
+        await desk.call("start_worker", role="environment", device=0, python=None, env={}, device_kind="cpu", limit_s=20.0)
+        prompts = []
+        for directory in (None, str(tmp_path / "model")):
+            await desk.call("open_environment", task={"name": "arithmetic"}, seed=1, limit_s=5.0, tokenizer_dir=directory)
+            prompts.append(await desk.agent._call_environment("prompts", split="train", indices=[0]))
+        assert prompts[0] != prompts[1]
+
+    at_desk(tmp_path, scenario)
+
+
 def test_an_environment_that_dies_is_there_again_for_the_next_answer(tmp_path):
     async def scenario(desk):
         await desk.call("start_worker", role="environment", device=0, python=None, env={"PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"},

@@ -34,9 +34,10 @@ def test_questions_are_the_same_in_another_process():
 
 
 def test_no_question_is_in_both_splits_whatever_the_seeds():
-    eval_questions = {Arithmetic(SHORT, seed).question("eval", i) for seed in (1, 2) for i in range(1500)}
-    trained = {Arithmetic(SHORT, seed).question("train", i) for seed in (1, 2) for i in range(1500)}
-    demonstrated = {Arithmetic(SHORT, seed).demonstration(i)[0] for seed in (1, 2) for i in range(1500)}
+    tasks = [Arithmetic(SHORT, seed) for seed in (1, 2)]
+    eval_questions = {task.question("eval", i) for task in tasks for i in range(1500)}
+    trained = {task.question("train", i) for task in tasks for i in range(1500)}
+    demonstrated = {task.demonstration(i)[0] for task in tasks for i in range(1500)}
     assert eval_questions.isdisjoint(trained | demonstrated)
     assert len(eval_questions) > 100 and len(trained) > 500
 
@@ -105,6 +106,28 @@ def test_the_first_demonstrations_can_all_be_worked():
     task = Arithmetic({"worked": 0.0, "worked_first": 30}, seed=1)
     worked = [not task.demonstration(index)[1].startswith(MARKER) for index in range(60)]
     assert worked == [True] * 30 + [False] * 30
+
+
+def test_demonstrated_chains_can_start_short_and_grow():
+    task = Arithmetic({"min_terms": 2, "max_terms": 10, "tail": 0.0, "growing": 400}, seed=1)
+    terms = [len(task.demonstration(index)[0].removeprefix(INSTRUCTION).split()) // 2 for index in range(600)]
+    assert set(terms[:50]) == {2}
+    assert max(terms[:200]) <= 6 and max(terms[200:400]) in (8, 9) and max(terms[400:]) == 10
+    grown = Arithmetic({"min_terms": 2, "max_terms": 10, "tail": 0.0}, seed=1)
+    assert [task.question("train", i) for i in range(50)] == [grown.question("train", i) for i in range(50)]
+
+
+def test_held_out_questions_are_all_different_in_whatever_order_they_are_asked_for():
+    task = Arithmetic({"max_terms": 20, "tail": 1.3}, seed=1)
+    last = task.question("eval", 255)
+    questions = [task.question("eval", index) for index in range(256)]
+    assert len(set(questions)) == 256 and questions[255] == last
+
+
+def test_too_few_held_out_questions_are_an_error_that_says_how_many_there_are():
+    task = Arithmetic({"min_terms": 2, "max_terms": 2}, seed=1)
+    with pytest.raises(ValueError, match=r"task: \d+ different held-out questions were found"):
+        task.question("eval", 1000)
 
 
 def test_worked_lengths_have_a_long_tail():

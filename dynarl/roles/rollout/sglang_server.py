@@ -6,19 +6,17 @@ environment, where other users of the node cannot read it as they can a command 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 
-from dynarl.roles.worker import PR_SET_PDEATHSIG
+from dynarl.parent import die_with_parent
 
 KEY_VARIABLE = "DYNARL_SGLANG_KEY"
 
 
 def main() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() == 1:
         sys.exit("the worker that started this server is gone")
     key = os.environ.pop(KEY_VARIABLE)

@@ -67,9 +67,9 @@ def _initial(name: str, shape: tuple[int, ...], arch: Arch, seed: int) -> torch.
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    # Every layer keeps the size of what goes in, and so do the logits of tied embeddings. The usual 0.02 for all is
-    # made for large models: at width 96, 150 supervised steps end at a loss of 1.17 with it and of 0.80 with this.
-    std = shape[1] ** -0.5
+    # Scaled by the width, for the usual 0.02 for all is made for large models. At 1.0 every layer would keep the size of
+    # what goes in; somewhat less makes a small model learn more from the same supervised steps.
+    std = 0.6 * shape[1] ** -0.5
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         # Outputs of residual branches are made smaller by their number, so that the sum keeps its size (GPT-2).
         std /= math.sqrt(2 * arch.layers)
