@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
+FORMATS = ("table", "json")  # of DYNARL_OUTPUT; some commands have more
 PIPED_WIDTH = 100
 
 
@@ -56,6 +57,8 @@ def format_option(*formats: str, default: str | None = "table") -> Callable:
 
     def fill_in(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         wanted = os.environ.get("DYNARL_OUTPUT")
+        if wanted and wanted not in FORMATS:
+            raise click.UsageError(f"DYNARL_OUTPUT={wanted!r} is not one of {', '.join(FORMATS)}")
         return value or (wanted if wanted in choices else default)
 
     help_text = "How to print the result" + (f"; default {default}." if default else ".")

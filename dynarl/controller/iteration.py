@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LEASES_PER_REPLICA = 2
 # How often the policy looks when nothing happens.
 TICK_S = 0.1
+# Before work that could not be handed out is offered again.
+RETRY_PAUSE_S = 0.2
 
 
 @dataclass
@@ -123,6 +125,7 @@ class Iteration:
                 await work
             except (wire.CallError, TimeoutError) as error:
                 log.warning("a hand-out failed: %s", error)
+                await asyncio.sleep(RETRY_PAUSE_S)
                 undo()
                 self._wake()
 

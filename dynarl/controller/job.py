@@ -388,7 +388,11 @@ class Job:
         began = time.monotonic()
         async with self.critical:
             lr = warmed_up_lr(self.config.training.lr, self.progress.step, self.config.training.lr_warmup_steps)
-            stepped = await self.trainer.step(contributors, tokens, lr)
+            if tokens:
+                stepped = await self.trainer.step(contributors, tokens, lr)
+            else:
+                log.warning("iteration %d: no token counts (all answers are masked); the weights stay as they are", number)
+                stepped = {"grad_norm": 0.0, "lr": lr}
             self.progress.step += 1
             samples = run.ledger.trained(batch)
             stats = run.stats()

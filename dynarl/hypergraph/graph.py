@@ -191,8 +191,8 @@ class Graph:
 
     @property
     def into_training_iterations(self) -> int:
-        """Iterations in which at least one node moved into training."""
-        return sum(iteration.into_training for iteration in self.iterations.values())
+        """Finished iterations in which at least one node moved into training."""
+        return sum(iteration.into_training and iteration.finished for iteration in self.iterations.values())
 
     # The hypergraph itself
 

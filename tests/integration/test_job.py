@@ -50,6 +50,13 @@ def test_a_job_of_one_node_takes_all_roles_in_turn(minislurm, runs):
     assert accounting(job) == {"trained": 32, "lost": 0, "doubled": 0}
 
 
+def test_an_iteration_in_which_no_answer_counts_leaves_the_weights_alone(minislurm, runs):
+    job = JobRun.submit(minislurm(nodes=2), runs, "algorithm.truncated=mask", "algorithm.max_response_tokens=1", "warm_start.steps=0")
+    assert job.wait()["state"] == "completed", job.story()
+    assert [r["tokens"] for r in job.records("step_committed")] == [0, 0]
+    assert accounting(job) == {"trained": 32, "lost": 0, "doubled": 0}
+
+
 @pytest.mark.parametrize("role", ["rollout", "training"])
 def test_a_worker_killed_in_an_iteration_is_named_within_two_seconds_and_the_job_goes_on(minislurm, runs, role):
     job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "policy.dwell_s=0.0")

@@ -101,7 +101,7 @@ def at_desk(directory: Path, scenario, home: str = "rollout") -> None:
 def held(desk: Desk, *samples: str) -> list[dict]:
     """Put finished answers into the node's store; returns them as a hand-out names them."""
     for sample in samples:
-        desk.agent.store.put(Trajectory(sample, b"", b"1234", b"1234", old_logprobs=b"1234", finish="stop", version=7))
+        desk.agent.work.store.put(Trajectory(sample, b"", b"1234", b"1234", old_logprobs=b"1234", finish="stop", version=7))
     return [{"sample": sample, "holder": "n1", "advantage": 1.0, "weight": 1.0} for sample in samples]
 
 
@@ -134,13 +134,13 @@ def test_a_call_to_no_worker_and_an_open_call_to_one_that_dies_fail(tmp_path):
 def test_work_that_was_on_its_way_to_a_worker_that_died_does_not_reach_the_next(tmp_path):
     async def scenario(desk):
         samples, arrived = held(desk, "1:0:0", "1:0:1"), asyncio.Event()
-        gather = desk.agent._gather
+        gather = desk.agent.work._gather
 
         async def slow(*args):
             await arrived.wait()
             return await gather(*args)
 
-        desk.agent._gather = slow
+        desk.agent.work._gather = slow
         await desk.start("training")
         late = asyncio.create_task(desk.call("train", lease=1, device=0, samples=samples, holders={}, width=1))
         await asyncio.sleep(0.05)
@@ -213,7 +213,7 @@ def test_prompts_are_written_in_the_vocabulary_that_the_job_names(tmp_path):
         prompts = []
         for directory in (None, str(tmp_path / "model")):
             await desk.call("open_environment", task={"name": "arithmetic"}, seed=1, limit_s=5.0, tokenizer_dir=directory)
-            prompts.append(await desk.agent._call_environment("prompts", split="train", indices=[0]))
+            prompts.append(await desk.agent.work._call_environment("prompts", split="train", indices=[0]))
         assert prompts[0] != prompts[1]
 
     at_desk(tmp_path, scenario)
@@ -226,8 +226,8 @@ def test_an_environment_that_dies_is_there_again_for_the_next_answer(tmp_path):
         await desk.call("open_environment", task={"name": "troubled_task:Troubled", "args": {"marker": str(tmp_path / "died")}}, seed=1,
                         limit_s=5.0)
         for index in (3, 0):  # the process dies of the first, once
-            desk.agent._requests[f"1:{index}:0"] = {"worker": "n1-rollout-0", "split": "train", "prompt": b""}
-        await asyncio.gather(*(desk.agent._sample_finished(f"1:{index}:0", b"", b"", "stop", 7) for index in (3, 0)))
+            desk.agent.work.requests[f"1:{index}:0"] = {"worker": "n1-rollout-0", "split": "train", "prompt": b""}
+        await asyncio.gather(*(desk.agent.work.sample_finished(f"1:{index}:0", b"", b"", "stop", 7) for index in (3, 0)))
         while len(desk.events) < 2:
             await asyncio.sleep(0.01)
         assert [(e["sample"], e["correct"], e["timed_out"]) for e in desk.events] == [("1:3:0", True, False), ("1:0:0", True, False)]

@@ -1,0 +1,191 @@
+"""Roles and weights of one node: which role is active, which weights its workers hold, and how both change.
+
+    prepare -> vote -> quiesce -> transfer -> vote -> commit      or, after any of them that failed, rollback
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable
+
+import msgspec
+
+from dynarl import wire
+from dynarl.agent.gate import Gate
+from dynarl.agent.work import Work
+from dynarl.scheduler.policy import ROLES
+
+if TYPE_CHECKING:
+    from dynarl.agent.agent import Agent
+
+
+class Roles:
+    """Orders of the controller about roles and weights (`on_*`). `gate` keeps hand-outs out while the role changes."""
+
+    def __init__(self, agent: Agent, work: Work, gate: Gate, staging: Path, home: str):
+        self._agent, self._work, self._gate = agent, work, gate
+        self.staging, self.active = staging, home
+        self._versions: dict[str, int] = {}  # role -> version of the weights in its workers
+        self._plan: dict | None = None
+        self._plan_ready = False
+
+    def worker_died(self, role: str) -> None:
+        self._versions.pop(role, None)
+
+    # --- weights
+
+    def version_dir(self, version: int) -> Path:
+        return self.staging / f"v{version}"
+
+    async def on_stage(self, peer: str, version: int, source: str) -> None:
+        """Make the staging directory of a version from a model directory on the shared file system."""
+        self._stage(version, Path(source), lambda path: True)
+
+    def _stage(self, version: int, source: Path, wanted: Callable[[Path], bool]) -> None:
+        target = self.version_dir(version)
+        target.mkdir(exist_ok=True)
+        for path in source.iterdir():
+            if path.is_file() and wanted(path) and not (target / path.name).exists():
+                shutil.copyfile(path, target / path.name)
+
+    # --- one change of roles, in the order of its phases
+
+    async def on_prepare(self, peer: str, plan: dict) -> dict:
+        """Take note of a plan {epoch, ranks, moves: {node: role}, version, digest}; wake what it needs here.
+
+        Returns {ready, reason}. Nothing that runs is touched.
+        """
+        self._plan = plan
+        self._plan_ready, reason = True, ""
+        role = plan["moves"].get(self._agent.node)
+        if role is not None and not self._agent.of_role(role):
+            self._plan_ready, reason = False, f"{self._agent.node} has no {role} worker"
+        return {"ready": self._plan_ready, "reason": reason}
+
+    async def on_vote(self, peer: str, epoch: int, limit_s: float) -> dict:
+        """Meet the other members in MPI: is everybody ready, with the same plan (or, after the transfer, the same
+        weights)?
+        """
+        plan = self._current(epoch)
+        digest = zlib.crc32(
+            msgspec.json.encode([plan["epoch"], sorted(plan["moves"].items()), plan["version"], plan["digest"]])
+        )
+        return await self._agent.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, limit_s)
+
+    async def on_quiesce(self, peer: str, epoch: int) -> dict:
+        """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted:
+        [lease]}.
+        """
+        plan, result = self._current(epoch), {"given_up": [], "unstarted": []}
+        if self._agent.node not in plan["moves"]:
+            return result
+        await self._gate.close()
+        if self.active == "rollout":
+            result["given_up"] = await self._work.on_abort(peer)
+        else:
+            result["unstarted"] = await self._work.give_back_leases(self.active)
+        return result
+
+    async def on_transfer(self, peer: str, epoch: int) -> None:
+        """Put the old role to sleep, wake the new one and give it the weights of the plan's version from this node's
+        staging.
+
+        Memory is released before it is acquired. What was loaded is checked by the next vote.
+        """
+        plan = self._current(epoch)
+        role = plan["moves"].get(self._agent.node)
+        if role is None:
+            return
+        await asyncio.gather(*(self._agent.call_worker(name, "sleep") for name in self._agent.of_role(self.active)))
+        await asyncio.gather(*(self._agent.call_worker(name, "wake") for name in self._agent.of_role(role)))
+        digests = await self._load(role, plan["version"])
+        self._plan_ready = all(digest == plan["digest"] for digest in digests)
+
+    async def on_commit(self, peer: str, epoch: int) -> None:
+        """The new role is the active one from here on."""
+        role = self._current(epoch)["moves"].get(self._agent.node)
+        if role is not None:
+            self.active = role
+        self._plan = None
+        self._gate.open()
+
+    async def on_rollback(self, peer: str, epoch: int) -> None:
+        """The epoch was cancelled: the old role goes on."""
+        if self._plan is None or self._plan["epoch"] != epoch:
+            return
+        self._agent.remapper.forget(self._plan["ranks"])
+        role = self._plan["moves"].get(self._agent.node)
+        self._plan = None
+        try:
+            if role is not None:
+                await asyncio.gather(*(self._agent.call_worker(name, "sleep") for name in self._agent.of_role(role)))
+                await asyncio.gather(*(self._agent.call_worker(name, "wake") for name in self._agent.of_role(self.active)))
+        finally:
+            self._gate.open()
+
+    def _current(self, epoch: int) -> dict:
+        if self._plan is None or self._plan["epoch"] != epoch:
+            raise wire.CallError(f"{self._agent.node} has no plan for epoch {epoch}")
+        return self._plan
+
+    async def on_refresh(self, peer: str, version: int) -> list[int]:
+        """Load a staged version into the active role's workers, where they do not have it yet."""
+        return await self._load(self.active, version)
+
+    async def on_loaded(self, peer: str, role: str, version: int) -> None:
+        """The controller gave the workers of a role this version by other means (a build, an optimizer step)."""
+        self._versions[role] = version
+
+    async def _load(self, role: str, version: int) -> list[int]:
+        """Weights of `version` into the workers of `role`, unless they hold it. Returns the digests of what was read.
+        """
+        if self._versions.get(role) == version:
+            return []
+        answers = await asyncio.gather(
+            *(
+                self._agent.call_worker(name, "load", model_dir=str(self.version_dir(version)), version=version)
+                for name in self._agent.of_role(role)
+            )
+        )
+        self._versions[role] = version
+        return [answer["digest"] for answer in answers if answer and "digest" in answer]
+
+    async def on_broadcast(
+        self,
+        peer: str,
+        epoch: int,
+        ranks: list[int],
+        root: int,
+        version: int,
+        num_bytes: int,
+        source: str,
+        keep: list[int],
+        limit_s: float,
+    ) -> int:
+        """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32.
+
+        The small files beside them (configuration, tokenizer) come from the model directory `source` on the shared file
+        system. Staged versions that are not in `keep` are dropped.
+        """
+        self._stage(version, Path(source), lambda path: path.suffix != ".safetensors")
+        checksum = await self._agent.remapper.broadcast(
+            epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s
+        )
+        for path in self.staging.glob("v*"):
+            if int(path.name[1:]) not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+        return checksum
+
+    async def on_halt(self, peer: str, role: str) -> None:
+        """Drop all work, all samples and any half-done change of roles; `role` is the active one from here on."""
+        await self._gate.close()
+        await self._work.drop_all()
+        self._plan, self.active = None, role
+        await asyncio.gather(
+            *(self._agent.call_worker(name, "sleep") for other in ROLES if other != role for name in self._agent.of_role(other))
+        )
+        await asyncio.gather(*(self._agent.call_worker(name, "wake") for name in self._agent.of_role(role)))
+        self._gate.open()
