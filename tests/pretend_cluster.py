@@ -197,10 +197,10 @@ class Cluster:
         if len(node.work[role]) == 1:
             self.spawn(self.serve(node, role))
 
-    async def on_score(self, node, lease, device, samples, holders, width):
+    async def on_score(self, node, lease, devices, samples, holders):
         await self.hand_out(node, "inference", lease, samples)
 
-    async def on_train(self, node, lease, device, samples, holders, width):
+    async def on_train(self, node, lease, devices, samples, holders):
         assert all(s["advantage"] == 0.0 and s["weight"] == 1.0 for s in samples)
         await self.hand_out(node, "training", lease, samples)
 

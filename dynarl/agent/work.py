@@ -183,28 +183,27 @@ class Work:
     # --- scoring and training
 
     async def on_score(
-        self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+        self, peer: str, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]
     ) -> None:
-        """Compute old log-probabilities of samples ({sample, holder}) on devices [device, device + width)."""
-        await self._hand_out("inference", "logprobs", lease, device, samples, holders, width)
+        """Compute old log-probabilities of samples ({sample, holder}) on these devices."""
+        await self._hand_out("inference", "logprobs", lease, devices, samples, holders)
 
     async def on_train(
-        self, peer: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+        self, peer: str, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]
     ) -> None:
-        """Accumulate the gradient of samples ({sample, holder, advantage, weight}) on devices [device, device + width).
-        """
-        await self._hand_out("training", "train", lease, device, samples, holders, width)
+        """Accumulate the gradient of samples ({sample, holder, advantage, weight}) on these devices."""
+        await self._hand_out("training", "train", lease, devices, samples, holders)
 
     async def _hand_out(
-        self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+        self, role: str, method: str, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]
     ) -> None:
         async with self._gate.passing("a lease"):
-            await self._hand_to_workers(role, method, lease, device, samples, holders, width)
+            await self._hand_to_workers(role, method, lease, devices, samples, holders)
 
     async def _hand_to_workers(
-        self, role: str, method: str, lease: int, device: int, samples: list[dict], holders: dict[str, str], width: int
+        self, role: str, method: str, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]
     ) -> None:
-        names = [self._agent.supervisor.name_of(role, d) for d in range(device, device + width)]
+        names = [self._agent.supervisor.name_of(role, d) for d in devices]
         workers = self._agent.processes(names)
         found = await self._gather([(s["sample"], s["holder"]) for s in samples], holders)
         self._agent.check_same(workers)
@@ -219,15 +218,15 @@ class Work:
         self._leases[lease] = {"leader": names[0], "workers": set(names), "left": set(names), "found": found}
         await asyncio.gather(*(self._agent.call_worker(name, method, lease=lease, samples=payload) for name in names))
 
-    async def on_demonstrate(self, peer: str, lease: int, device: int, samples: list[dict], width: int) -> None:
-        """Accumulate the gradient of demonstrations ({prompt, response}) on devices [device, device + width)."""
+    async def on_demonstrate(self, peer: str, lease: int, devices: list[int], samples: list[dict]) -> None:
+        """Accumulate the gradient of demonstrations ({prompt, response}) on these devices."""
         payload = [
             msgspec.to_builtins(
                 Trajectory(f"0:{lease}:{i}", s["prompt"], s["response"], b"", b""), builtin_types=(bytes,)
             )
             for i, s in enumerate(samples)
         ]
-        names = [self._agent.supervisor.name_of("training", d) for d in range(device, device + width)]
+        names = [self._agent.supervisor.name_of("training", d) for d in devices]
         self._leases[lease] = {"leader": names[0], "workers": set(names), "left": set(names), "found": {}}
         await asyncio.gather(*(self._agent.call_worker(name, "train", lease=lease, samples=payload) for name in names))
 

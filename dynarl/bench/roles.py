@@ -91,7 +91,7 @@ class RolesBench(Job):
         began = time.monotonic()
         await self.enter(roles, f"bench: {policy.name}")
         entered = time.monotonic()
-        self._stage = run = self._new_iteration(
+        self.stage = run = self._new_iteration(
             self.draw(1), temperature=self.config.algorithm.temperature, policy=policy
         )
         groups = list(run.ledger.groups.values())
@@ -101,7 +101,7 @@ class RolesBench(Job):
         await self.trainer.step({g.node for g in groups}, run.counted_tokens(groups), 0.0)
         stepped = time.monotonic()
         await self.sync_weights()
-        self._stage = None
+        self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=1)
         ended = time.monotonic()
         tokens = sum(g.num_tokens for g in groups)
@@ -120,7 +120,7 @@ class RolesBench(Job):
     async def measure_move(self, number: int) -> dict[str, float]:
         """A node leaves rollout for training while it generates; phases in milliseconds."""
         await self.enter(dict.fromkeys(self.home, "rollout"), "bench: move")
-        self._stage = run = self._new_iteration(self.draw(1), policy=Policy(name="static"), train=False)
+        self.stage = run = self._new_iteration(self.draw(1), policy=Policy(name="static"), train=False)
         generating = asyncio.ensure_future(run.generate())
         await asyncio.sleep(1.0)
         node = sorted(n for n, home in self.home.items() if home == "rollout")[number % self.config.split.rollout]
@@ -128,7 +128,7 @@ class RolesBench(Job):
         outcome = await self.epochs.change({node: "training"}, self.weights, "bench: move", run._take_back)
         run._leaving.discard(node)
         await generating
-        self._stage = None
+        self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=1)
         if not outcome.committed:
             raise RuntimeError(f"the move was cancelled: {outcome.reason}")

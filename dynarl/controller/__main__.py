@@ -31,8 +31,9 @@ from dynarl.agent.__main__ import own_address  # noqa: E402
 from dynarl.config import load, validate  # noqa: E402
 from dynarl.config.schema import Config  # noqa: E402
 from dynarl.controller.fleet import Fleet, StepLost  # noqa: E402
-from dynarl.controller.job import Job, JobFailed, OwnerLost  # noqa: E402
+from dynarl.controller.job import Job  # noqa: E402
 from dynarl.controller.nodes import allocated_nodes, assign_homes, surviving_nodes  # noqa: E402
+from dynarl.controller.workers import JobFailed, OwnerLost  # noqa: E402
 from dynarl.errors import ConfigError, DynarlError  # noqa: E402
 from dynarl.hypergraph.journal import Journal  # noqa: E402
 from dynarl.report.metrics import MetricsWriter  # noqa: E402

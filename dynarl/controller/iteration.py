@@ -18,6 +18,7 @@ from dynarl import wire
 from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Epochs, Outcome, Weights
 from dynarl.controller.fleet import Fleet
+from dynarl.controller.replicas import Replica, inside_nodes
 from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.rl.advantages import group_advantages, is_flat
 from dynarl.rl.truncation import judge
@@ -54,16 +55,21 @@ class Tally:
             into[name] = max(into.get(name, value), value) if name.endswith("_max") else into.get(name, 0.0) + value
 
 
+class ReplicaTorn(wire.CallError):
+    """Some workers of a replica have a lease that others have not; only a new start of the trainer helps."""
+
+
 class Iteration:
     """Runs samples until each is trained (or, with `train=False`, only generated).
 
     may: roles each node can take; weights: the version that everything here is on; down: {(node, role)} without
-    workers.
+    workers; replicas: role -> copies of its model (by default one per `training.tp` devices of each node).
     """
 
     def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
                  down: set[tuple[str, str]], samples: list[str], *, split: str = "train", temperature: float = 1.0,
-                 train: bool = True, scored_by_inference: bool = True, policy: Policy | None = None):
+                 train: bool = True, scored_by_inference: bool = True, policy: Policy | None = None,
+                 replicas: dict[str, list[Replica]] | None = None):
         self._config, self._fleet, self._epochs, self.weights = config, fleet, epochs, weights
         self._may, self._down, self._split, self._temperature, self._train = may, down, split, temperature, train
         self._policy = policy or config.policy
@@ -78,9 +84,12 @@ class Iteration:
         self._error: BaseException | None = None
         self._change: asyncio.Task | None = None
         self._last_change = 0.0
-        self._devices: dict[int, tuple[str, int]] = {}  # lease -> (node, first device)
-        self._width = config.training.tp
-        self._replicas = range(0, config.cluster.devices_per_node, self._width)
+        self._replicas = replicas or {
+            role: inside_nodes(may, config.cluster.devices_per_node, config.training.tp)
+            for role in ("inference", "training")
+        }
+        self._at: dict[int, tuple[str, Replica]] = {}  # lease -> (role, replica)
+        self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
         self._advantages: dict[str, dict[str, tuple[float, float]]] = {}  # group -> sample -> (advantage, weight)
         self._stats: dict[str, dict[str, float]] = {}
         self.num_flat_groups = 0
@@ -123,6 +132,8 @@ class Iteration:
         async def guarded() -> None:
             try:
                 await work
+            except ReplicaTorn:
+                raise
             except (wire.CallError, TimeoutError) as error:
                 log.warning("a hand-out failed: %s", error)
                 await asyncio.sleep(RETRY_PAUSE_S)
@@ -196,30 +207,43 @@ class Iteration:
             self.ledger.returned(sample, node, holder=holder)
 
     def _hand_out_groups(self, role: str, method: str, groups: list[Group]) -> None:
+        at_work = set(self._at_work(role))
         slots = [
-            (sum(d == (n, r) for d in self._devices.values()), n, r)
-            for n in self._at_work(role)
-            for r in self._replicas
+            (sum(where == (role, r) for where in self._at.values()), r)
+            for r in self._replicas[role]
+            if at_work.issuperset(r.nodes)
         ]
         for group in groups:
             slots.sort()
             if not slots or slots[0][0] >= LEASES_PER_REPLICA:
                 return
-            held, node, device = slots[0]
-            lease = self.ledger.lease(group, node)
-            self._devices[lease] = (node, device)
-            slots[0] = (held + 1, node, device)
+            held, replica = slots[0]
+            lease = self.ledger.lease(group, replica.nodes[0])
+            self._at[lease] = (role, replica)
+            slots[0] = (held + 1, replica)
             samples = [{"sample": s, "holder": group.holders[s]} for s in group.samples]
             if role == "training":
                 for item in samples:
                     item["advantage"], item["weight"] = self._advantages[group.name][item["sample"]]
-            addresses = self._addresses()
-            call = self._fleet.call(node, method, lease=lease, device=device, width=self._width, samples=samples,
-                                    holders={h: addresses[h] for h in set(group.holders.values())})
-            self._spawn(call, lambda lease=lease: self._lease_back(lease))
+            self._spawn(self._lease_out(method, lease, replica, samples, set(group.holders.values())),
+                        lambda lease=lease: self._lease_back(lease))
+
+    async def _lease_out(self, method: str, lease: int, replica: Replica, samples: list[dict], holders: set[str]) -> None:
+        addresses = self._addresses()
+        answers = await asyncio.gather(
+            *(self._fleet.call(node, method, lease=lease, devices=replica.on(node), samples=samples,
+                               holders={h: addresses[h] for h in holders}) for node in replica.nodes),
+            return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed and len(failed) < len(answers):
+            # Workers of one replica wait for each other: those that got the lease would do so for ever.
+            raise ReplicaTorn(f"a lease reached only some of the nodes {', '.join(replica.nodes)}: {failed[0]}")
+        if failed:
+            raise failed[0]
 
     def _lease_back(self, lease: int) -> None:
-        self._devices.pop(lease, None)
+        self._at.pop(lease, None)
+        self._parts.pop(lease, None)
         self.ledger.handed_back(lease)
 
     # --- what comes back
@@ -258,14 +282,22 @@ class Iteration:
         return [advantage for group in self._advantages.values() for advantage, _ in group.values()]
 
     def event_scored(self, node: str, *, lease: int, stats: dict[str, float] | None = None) -> None:
-        self._devices.pop(lease, None)
+        self._at.pop(lease, None)
         if self.ledger.scored(lease) is not None:
             self.tally.add(self.tally.score_stats, stats or {})
             self.tally.scored_at = time.monotonic()
         self._wake()
 
     def event_trained(self, node: str, *, lease: int, stats: dict[str, float]) -> None:
-        self._devices.pop(lease, None)
+        if lease in self._at:
+            parts = self._parts.setdefault(lease, {})
+            parts[node] = stats
+            if set(parts) < set(self._at[lease][1].nodes):
+                return
+            # Every worker of a replica knows the sums of all of it.
+            stats = parts[self._at[lease][1].nodes[0]]
+        self._at.pop(lease, None)
+        self._parts.pop(lease, None)
         group = self.ledger.accumulated(lease)
         if group is not None:
             # By group: one whose gradient is lost with its worker is trained, and counted, again.
@@ -285,8 +317,8 @@ class Iteration:
             return
         self.ledger.worker_lost(node, role)
         self._lives[node] += role == "rollout"
-        self._devices = {lease: where for lease, where in self._devices.items()
-                         if where[0] != node or self._is_held(lease)}
+        self._at = {lease: where for lease, where in self._at.items()
+                    if node not in where[1].nodes or self._is_held(lease)}
         self._wake()
 
     def _is_held(self, lease: int) -> bool:

@@ -19,34 +19,26 @@ from typing import Any
 import msgspec
 
 from dynarl import rundir, wire
-from dynarl.config import interpreters
 from dynarl.config.schema import Config
 from dynarl.controller import metrics
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.iteration import Iteration
+from dynarl.controller.replicas import inside_nodes
 from dynarl.controller.training import Trainer
 from dynarl.controller.warm_start import WarmStart
+from dynarl.controller.workers import JobFailed, Workers
 from dynarl.dataflow.ledger import Group
 from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities, start_roles
-from dynarl.slurm import environ
 
 log = logging.getLogger(__name__)
 
 
 # A failed call comes before the report of the death that caused it.
 DEATH_NOTICE_S = 0.3
-
-
-class JobFailed(RuntimeError):
-    """The job cannot go on; the message is for the person who reads the status."""
-
-
-class OwnerLost(RuntimeError):
-    """A worker that owned optimizer state died: the trainer goes back to the newest checkpoint."""
 
 
 @dataclass
@@ -74,11 +66,8 @@ class Job:
         self.may: dict[str, frozenset[str]] = {}
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
         self._resume_from, self._first_epoch = resume_from, first_epoch
-        self._stage: Iteration | WarmStart | None = None  # what the workers' events are for
-        self._faults: asyncio.Queue[BaseException] = asyncio.Queue()
-        self._restarts = 0
-        self._reviving: set[asyncio.Task] = set()
-        self.down: set[tuple[str, str]] = set()
+        self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
+        self.workers = Workers(self)
         self.last_event = self.step_started = time.monotonic()
 
     # --- start
@@ -92,15 +81,7 @@ class Job:
         self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
         self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch)
         self.trainer = Trainer(config, self.fleet, self.home, self.may)
-        await asyncio.gather(
-            *(
-                self._start_worker(node, role, device)
-                for node in self.home
-                for role in sorted(self.may[node])
-                for device in range(config.cluster.devices_per_node)
-            ),
-            *(self._start_environment(node) for node in self.home),
-        )
+        await self.workers.start_all()
         await self._load_state(self._resume_from)
         await self.epochs.go_home()
 
@@ -121,7 +102,7 @@ class Job:
         await self.sync_weights()
         await asyncio.gather(
             *(
-                self._prepare_role(node, role, self.weights.version)
+                self.workers.prepare(node, role, self.weights.version)
                 for node in self.home
                 for role in sorted(self.may[node])
             )
@@ -130,64 +111,13 @@ class Job:
     async def recover_owners(self) -> None:
         """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh,
         from the newest checkpoint. The step lives on. Raises JobFailed after failure.max_restarts."""
-        self._stage = None
-        self._restarts += 1
-        if self._restarts > self.config.failure.max_restarts:
-            raise JobFailed(f"given up after {self.config.failure.max_restarts} restarts (failure.max_restarts)")
-        for task in list(self._reviving):
-            task.cancel()
-        await asyncio.gather(*self._reviving, return_exceptions=True)
-        training = [node for node in self.home if "training" in self.may[node]]
-        lost = {(n, r) for n, r in self.down if r != "training"}
-        await self.epochs.go_home()
-        await asyncio.gather(*(self.fleet.call(node, "halt", role=role) for node, role in self.home.items()))
-        for role, nodes in [("training", training)] + [(r, [n]) for n, r in sorted(lost)]:
-            await self.fleet.call_each(nodes, "kill_workers", role=role)
-            await asyncio.gather(
-                *(self._start_worker(n, role, d) for n in nodes for d in range(self.config.cluster.devices_per_node))
-            )
-        self.down.clear()
+        self.stage = None
+        self.workers.count_restart("the trainer has to start again")
+        await self.workers.start_afresh()
         checkpoint = rundir.newest_checkpoint(self.run_dir)
         if checkpoint is None:
             self.journal.append("resumed", iteration=0, checkpoint=None, durable=True)
         await self._load_state(checkpoint)
-
-    async def _start_worker(self, node: str, role: str, device: int) -> None:
-        python = interpreters.of_role(self.config, role)
-        env = environ.model_settings(self.config.cluster.interface) | self.config.cluster.env
-        started = await self.fleet.call(
-            node,
-            "start_worker",
-            role=role,
-            device=device,
-            python=python,
-            env=env,
-            device_kind=self.config.cluster.device,
-            limit_s=self.config.rollout.start_timeout_s,
-        )
-        self.journal.append("worker_up", node=node, role=role, device=device, attempt=started["attempt"])
-
-    async def _start_environment(self, node: str) -> None:
-        started = await self.fleet.call(
-            node,
-            "start_worker",
-            role="environment",
-            device=0,
-            python=None,
-            env=self.config.cluster.env,
-            device_kind="cpu",
-            limit_s=self.config.rollout.start_timeout_s,
-        )
-        await self.fleet.call(
-            node,
-            "open_environment",
-            task=msgspec.to_builtins(self.config.task),
-            seed=self.config.run.seed,
-            limit_s=self.config.task.verify_timeout_s,
-            # Prompts are written in the vocabulary of the model that is trained; a fresh model takes the task's.
-            tokenizer_dir=self.config.model.path,
-        )
-        self.journal.append("worker_up", node=node, role="environment", device=0, attempt=started["attempt"])
 
     async def _initial_model(self) -> Path:
         """The initial model in Hugging Face form: a copy of model.path, or a fresh small one."""
@@ -214,69 +144,6 @@ class Job:
             )
         return target
 
-    async def _prepare_role(self, node: str, role: str, version: int) -> None:
-        """Models of the roles that do not own them: build inference, load rollout."""
-        places = range(self.config.cluster.devices_per_node)
-        directory = self.trainer.staged(node, version)
-        if role == "rollout":
-            await asyncio.gather(
-                *(
-                    self.fleet.worker(
-                        node,
-                        role,
-                        d,
-                        "load",
-                        timeout_s=self.config.rollout.start_timeout_s,
-                        model_dir=directory,
-                        version=version,
-                        config=msgspec.to_builtins(self.config),
-                    )
-                    for d in places
-                )
-            )
-            await self.fleet.call(node, "loaded", role=role, version=version)
-        elif role == "inference":
-            await self._build_inference(node, directory, version)
-        if self.epochs.roles[node] != role:
-            await asyncio.gather(*(self.fleet.worker(node, role, d, "sleep") for d in places))
-
-    async def _build_inference(self, node: str, directory: str, version: int) -> None:
-        width = self.config.training.tp
-        for first in range(0, self.config.cluster.devices_per_node, width):
-            store = await self.fleet.worker(node, "inference", first, "serve_store", host=self.fleet.agents[node].host)
-            world = f"inference-{node}-{first}-{time.monotonic_ns()}"
-            await asyncio.gather(
-                *(
-                    self.fleet.worker(
-                        node,
-                        "inference",
-                        first + rank,
-                        "build",
-                        config=msgspec.to_builtins(self.config),
-                        store=store,
-                        world=world,
-                        rank=rank,
-                        size=width,
-                        model_dir=directory,
-                        version=version,
-                    )
-                    for rank in range(width)
-                )
-            )
-            if self.config.algorithm.kl_loss_coef > 0:
-                reference = str(self._reference_dir())
-                await asyncio.gather(
-                    *(
-                        self.fleet.worker(node, "inference", first + rank, "ref_load", model_dir=reference)
-                        for rank in range(width)
-                    )
-                )
-        await self.fleet.call(node, "loaded", role="inference", version=version)
-
-    def _reference_dir(self) -> Path:
-        warm = self.run_dir / "reference"
-        return warm if warm.exists() else self.run_dir / "model"
-
     # --- the body
 
     async def body(self) -> None:
@@ -296,38 +163,25 @@ class Job:
 
     async def warm_start(self) -> None:
         """Supervised steps on the task's own demonstrations."""
-        self._stage = stage = WarmStart(self)
+        self.stage = stage = WarmStart(self)
         loss = await stage.run()
-        self._stage = None
+        self.stage = None
         self.progress.warm_start_done = True
         self.journal.append("warm_start_done", steps=self.config.warm_start.steps, loss=loss, durable=True)
         await self.sync_weights()
         await self.checkpoint()
         if self.config.algorithm.kl_loss_coef > 0:
-            await self._keep_reference()
-
-    async def _keep_reference(self) -> None:
-        """The reference of the KL term is the model after the warm start."""
-        newest = rundir.newest_checkpoint(self.run_dir)
-        shutil.copytree(newest / "model", self.run_dir / "reference", dirs_exist_ok=True)
-        await asyncio.gather(
-            *(
-                self.fleet.worker(n, "inference", d, "ref_load", model_dir=str(self._reference_dir()))
-                for n, may in self.may.items()
-                if "inference" in may
-                for d in range(self.config.cluster.devices_per_node)
-            )
-        )
+            await self.workers.keep_reference()
 
     async def evaluate(self, when: str) -> None:
         """Held-out accuracy of the current weights."""
         await self.enter({n: "rollout" for n, may in self.may.items() if "rollout" in may}, "evaluation")
         samples = [wire.sample_id(0, index, 0) for index in range(self.config.task.eval_size)]
-        self._stage = run = self._new_iteration(
+        self.stage = run = self._new_iteration(
             samples, split="eval", temperature=self.config.task.eval_temperature, train=False
         )
         await run.generate()
-        self._stage = None
+        self.stage = None
         accuracy = run.tally.correct / len(samples)
         self.journal.append(
             "evaluated",
@@ -343,7 +197,14 @@ class Job:
         await self.fleet.call_each(self.home, "forget", iteration=0)
 
     def _new_iteration(self, samples: list[str], **options: Any) -> Iteration:
-        return Iteration(self.config, self.fleet, self.epochs, self.weights, self.may, self.down, samples, **options)
+        replicas = {
+            "training": self.trainer.replicas,
+            "inference": inside_nodes(self.may, self.config.cluster.devices_per_node, self.config.training.tp),
+        }
+        return Iteration(
+            self.config, self.fleet, self.epochs, self.weights, self.may, self.workers.down, samples,
+            replicas=replicas, **options
+        )
 
     async def iterate(self, number: int, *, samples: list[str] | None = None) -> None:
         """One GRPO iteration: generate, score, train, step, give everybody the new weights."""
@@ -352,10 +213,10 @@ class Job:
         scored = any("inference" in may for may in self.may.values())
         await self.enter(start_roles(self.config.policy, self.home), f"iteration {number} begins")
         self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
-        self._stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
+        self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
         groups = list(run.ledger.groups.values())
         size = len(groups) // algorithm.minibatches
-        away = frozenset(n for n, r in self.down if r == "training")
+        away = frozenset(n for n, r in self.workers.down if r == "training")
         stepped = []
         for index in range(algorithm.minibatches):
             batch = groups[index * size:(index + 1) * size]
@@ -371,7 +232,7 @@ class Job:
         ended = time.monotonic()
         self.progress.iteration = number
         await self.sync_weights()
-        self._stage = None
+        self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=number)
         self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
 
@@ -415,7 +276,7 @@ class Job:
         """Trainer -> staging of every node, by MPI between the agents. Roles read it from there when they become
         active.
         """
-        await asyncio.gather(*self._reviving)  # they read the weights that go out of use now
+        await self.workers.settled()  # they read the weights that go out of use now
         self.weights = await self.trainer.export(self.weights.version + 1)
         await self._broadcast(list(self.home), keep=[self.weights.version])
 
@@ -446,7 +307,7 @@ class Job:
         """New weights for the trainers on `nodes` alone; version `keep` stays staged beside them, for roles that still
         use it.
         """
-        await asyncio.gather(*self._reviving)
+        await self.workers.settled()
         self.weights = await self.trainer.export(self.weights.version + 1)
         await self._broadcast(
             nodes if keep is None else list(self.home), [self.weights.version] + [keep] * (keep is not None)
@@ -456,7 +317,7 @@ class Job:
     async def enter(self, roles: dict[str, str], reason: str) -> None:
         """Change to these roles, all on the newest weights. A worker that dies on the way is waited for."""
         for last_try in (False, False, True):
-            await asyncio.gather(*self._reviving)
+            await self.workers.settled()
             try:
                 outcome = await self.epochs.change(roles, self.weights, reason)
                 if not outcome.committed:
@@ -494,7 +355,7 @@ class Job:
     async def save_interrupted(self) -> None:
         """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done: then the
         weights are ahead of any whole iteration, and the newest older checkpoint stays what the next start uses."""
-        if self.config.algorithm.minibatches == 1 or self._stage is None:
+        if self.config.algorithm.minibatches == 1 or self.stage is None:
             await self.checkpoint()
 
     # --- events
@@ -504,77 +365,28 @@ class Job:
 
     def event_finished(self, node: str, **data: Any) -> None:
         self.last_event = time.monotonic()
-        if self._stage is not None:
-            self._stage.event_finished(node, **data)
+        if self.stage is not None:
+            self.stage.event_finished(node, **data)
 
     def event_scored(self, node: str, **data: Any) -> None:
         self.last_event = time.monotonic()
-        if self._stage is not None:
-            self._stage.event_scored(node, **data)
+        if self.stage is not None:
+            self.stage.event_scored(node, **data)
 
     def event_trained(self, node: str, *, lease: int, **data: Any) -> None:
         self.last_event = time.monotonic()
-        if self._stage is not None:
-            self._stage.event_trained(node, lease=lease, **data)
+        if self.stage is not None:
+            self.stage.event_trained(node, lease=lease, **data)
+
+    def event_worker_died(self, node: str, **death: Any) -> None:
+        self.workers.died(node, **death)
 
     def event_figures(self, node: str, **data: Any) -> None:
         self.last_event = time.monotonic()
 
-    # --- workers that die
-
-    def event_worker_died(
-        self, node: str, *, role: str, device: int, attempt: int, status: str, tail: list[str]
-    ) -> None:
-        self.journal.append(
-            "worker_died", node=node, role=role, device=device, attempt=attempt, status=status, tail=tail
-        )
-        log.error(
-            "%s worker %d on %s (attempt %d) died: %s\n    %s", role, device, node, attempt, status, "\n    ".join(tail)
-        )
-        self._restarts += 1
-        text = f"{role} worker {device} on {node} died: {status}"
-        if getattr(self.config.failure, role) == "end":
-            self._faults.put_nowait(JobFailed(f"{text}; failure.{role} is 'end'"))
-        elif self._restarts > self.config.failure.max_restarts:
-            self._faults.put_nowait(
-                JobFailed(f"{text}; that was restart {self._restarts} of at most {self.config.failure.max_restarts}")
-            )
-        elif role == "training" and self.home[node] == "training":
-            self._faults.put_nowait(OwnerLost(text))
-        elif role != "environment":
-            if self._stage is not None:
-                self._stage.worker_lost(node, role)
-            if (node, role) not in self.down:
-                self.down.add((node, role))
-                task = asyncio.ensure_future(self._revive(node, role))
-                self._reviving.add(task)
-                task.add_done_callback(self._revived)
-
-    def _revived(self, task: asyncio.Task) -> None:
-        self._reviving.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._faults.put_nowait(JobFailed(f"a worker could not be started again: {task.exception()}"))
-
-    async def _revive(self, node: str, role: str) -> None:
-        """Fresh workers of a role on one node, on the weights of its role; these do not change before it is done."""
-        await self.fleet.call(node, "kill_workers", role=role)  # what is left of a tensor-parallel replica is of no use
-        devices = range(self.config.cluster.devices_per_node)
-        await asyncio.gather(*(self._start_worker(node, role, device) for device in devices))
-        if role == "training":
-            await self.trainer.build_node(node, self.weights.version)
-            await self.fleet.call(node, "loaded", role=role, version=self.weights.version)
-            # Not beside a reduction: one worker would wait for the old group and another for the new one.
-            async with self.critical:
-                await self.trainer.join(without=frozenset(n for n, r in self.down if r == "training" and n != node))
-        else:
-            # After the first minibatch trainers are ahead of the weights that generate and score.
-            weights = self._stage.weights if isinstance(self._stage, Iteration) else self.weights
-            await self._prepare_role(node, role, weights.version)
-        self.down.discard((node, role))
-
     async def fault(self) -> None:
         """Raises the first fault that ends the body."""
-        raise await self._faults.get()
+        raise await self.workers.faults.get()
 
     async def silence(self) -> None:
         """Raises when nothing has moved for failure.no_progress_s."""
@@ -585,6 +397,5 @@ class Job:
                         f"{rundir.logs(self.run_dir, self.attempt)}")
 
     async def close(self) -> None:
-        for task in self._reviving:
-            task.cancel()
+        self.workers.cancel()
         await self.fleet.stop()

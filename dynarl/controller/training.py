@@ -18,8 +18,7 @@ import msgspec
 from dynarl.config.schema import Config
 from dynarl.controller.epochs import Weights
 from dynarl.controller.fleet import Fleet
-
-Place = tuple[str, int]  # (node, device)
+from dynarl.controller.replicas import Place, Replica, inside_nodes
 
 BUILD_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 600.0
@@ -31,11 +30,15 @@ class Trainer:
     def __init__(self, config: Config, fleet: Fleet, home: dict[str, str], may: dict[str, frozenset[str]]):
         self._config, self._fleet = config, fleet
         devices = range(config.cluster.devices_per_node)
-        self._tp = config.training.tp
+        self._width = config.training.tp  # workers of a replica
         self.owner_nodes = [n for n in home if home[n] == "training"]
         self.borrowed_nodes = [n for n in home if home[n] != "training" and "training" in may[n]]
         self.owners: list[Place] = [(n, d) for n in self.owner_nodes for d in devices]
         self.borrowed: list[Place] = [(n, d) for n in self.borrowed_nodes for d in devices]
+        cuts = range(0, len(self.owners), self._width)
+        owners = [Replica(tuple(self.owners[i : i + self._width])) for i in cuts]
+        self.num_owner_replicas = len(owners)
+        self.replicas = owners + inside_nodes(self.borrowed_nodes, config.cluster.devices_per_node, self._width)
         self._generation = itertools.count(1)
         self._joined: list[Place] = []
         self._store = ""
@@ -43,6 +46,10 @@ class Trainer:
     @property
     def everyone(self) -> list[Place]:
         return self.owners + self.borrowed
+
+    @property
+    def borrowed_replicas(self) -> list[Replica]:
+        return self.replicas[self.num_owner_replicas :]
 
     @property
     def leader(self) -> Place:
@@ -63,12 +70,11 @@ class Trainer:
 
     async def build_node(self, node: str, version: int) -> None:
         """Build the borrowed replicas of one node; they take part once everybody has joined again."""
-        for first in range(0, self._config.cluster.devices_per_node, self._tp):
-            places = [(node, d) for d in range(first, first + self._tp)]
+        for places in (r.places for r in self.borrowed_replicas if r.nodes == (node,)):
             store = await self._on(places[0], "serve_store", host=self._host(node))
-            world = f"{node}-{first}-{next(self._generation)}"
+            world = f"{node}-{places[0][1]}-{next(self._generation)}"
             await asyncio.gather(
-                *(self._build(p, store, world, rank, self._tp, False, version) for rank, p in enumerate(places))
+                *(self._build(p, store, world, rank, self._width, False, version) for rank, p in enumerate(places))
             )
 
     async def _build(
@@ -112,23 +118,21 @@ class Trainer:
         """Sum the gradients of the borrowed workers on `contributors` (nodes) into the owners' and step. Returns
         {grad_norm, lr}.
         """
-        trees = self.trees([p for p in self.borrowed if p[0] in contributors])
+        trees = self.trees([r for r in self.borrowed_replicas if contributors.issuperset(r.nodes)])
         members = {rank for tree in trees for rank in tree}
         if trees:
             await asyncio.gather(*(self._on(self._joined[rank], "reduce", members=trees) for rank in sorted(members)))
         answers = await asyncio.gather(*(self._on(p, "step", global_tokens=global_tokens, lr=lr) for p in self.owners))
         return answers[0]
 
-    def trees(self, borrowed: list[Place]) -> list[list[int]]:
-        """Who sums with whom: per owner a list of reduction ranks, itself first. Owners without a helper are left out.
-        """
-        replicas = [borrowed[i:i + self._tp] for i in range(0, len(borrowed), self._tp)]
-        data_parallel = len(self.owners) // self._tp
+    def trees(self, borrowed: list[Replica]) -> list[list[int]]:
+        """Who sums with whom: per owner a list of reduction ranks, itself first, then those at the same position of
+        their replicas. Owners without a helper are left out."""
         trees = []
-        for dp, tp in itertools.product(range(data_parallel), range(self._tp)):
-            helpers = [self._joined.index(replica[tp]) for replica in replicas[dp::data_parallel]]
-            if helpers:
-                trees.append([self._joined.index(self.owners[dp * self._tp + tp]), *helpers])
+        for index, owner in enumerate(self.replicas[: self.num_owner_replicas]):
+            helpers = borrowed[index :: self.num_owner_replicas]
+            for position, place in enumerate(owner.places) if helpers else ():
+                trees.append([self._joined.index(p) for p in (place, *(r.places[position] for r in helpers))])
         return trees
 
     async def export(self, version: int) -> Weights:

@@ -7,13 +7,12 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from dynarl.controller.replicas import Replica
 from dynarl.rl.schedule import supervised_lr
 from dynarl.wire import CallError
 
 if TYPE_CHECKING:
     from dynarl.controller.job import Job
-
-Replica = tuple[str, int]  # (node, first device)
 
 # A replica joins only if it gets at least this many demonstrations of a step: below, sending it new weights after each
 # step takes longer than its share of the work.
@@ -24,14 +23,15 @@ class WarmStart:
     """Gets the trainers' events while it runs, like an iteration."""
 
     def __init__(self, job: Job):
-        self._job, self._config, self._training = job, job.config.warm_start, job.config.training
+        self._job, self._config = job, job.config.warm_start
         self._open: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._left: dict[int, set[str]] = {}  # lease -> nodes that are not done with it
 
     async def run(self) -> float:
         """All steps. Returns the last loss. Raises CallError when a worker dies on the way."""
         job, config = self._job, self._config
         replicas = self._replicas()
-        nodes = list(dict.fromkeys(node for node, _ in replicas))
+        nodes = list(dict.fromkeys(node for replica in replicas for node in replica.nodes))
         await job.enter(dict.fromkeys(nodes, "training"), "warm start")
         alone = set(nodes) <= set(job.trainer.owner_nodes)
         loss, drawn = math.nan, self._draw(replicas, 0)
@@ -39,8 +39,8 @@ class WarmStart:
             began = time.monotonic()
             await job.trainer.begin(step, "sft")
             batches, drawn = await drawn, self._draw(replicas, step + 1)
-            stats = await asyncio.gather(*(self._train(place, step * len(replicas) + i, batch)
-                                           for i, (place, batch) in enumerate(zip(replicas, batches))))
+            stats = await asyncio.gather(*(self._train(replica, step * len(replicas) + i, batch)
+                                           for i, (replica, batch) in enumerate(zip(replicas, batches))))
             tokens = sum(s["tokens"] for s in stats)
             loss = sum(s["loss"] for s in stats) / tokens
             async with job.critical:
@@ -61,29 +61,33 @@ class WarmStart:
 
     def _replicas(self) -> list[Replica]:
         """The replicas that take part, owners first; each gets an equal share of a step's demonstrations."""
-        places = self._job.trainer.everyone[:: self._training.tp]
-        owners = len(self._job.trainer.owners) // self._training.tp
-        return places[: max(owners, min(len(places), self._config.batch_size // LEAST_SHARE))][
-            : self._config.batch_size
-        ]
+        trainer = self._job.trainer
+        most = max(trainer.num_owner_replicas, min(len(trainer.replicas), self._config.batch_size // LEAST_SHARE))
+        return trainer.replicas[: min(most, self._config.batch_size)]
 
     def _draw(self, replicas: list[Replica], step: int) -> asyncio.Future[list[list[dict]]]:
         """Ask for the demonstrations of a step, a share from each replica's own node, ahead of their use."""
         first, size = step * self._config.batch_size, self._config.batch_size
         bounds = [first + i * size // len(replicas) for i in range(len(replicas) + 1)]
         return asyncio.gather(*(self._job.fleet.call(node, "demonstrations", start=low, count=high - low)
-                                for (node, _), low, high in zip(replicas, bounds, bounds[1:])))
+                                for (node, *_), low, high in zip((r.nodes for r in replicas), bounds, bounds[1:])))
 
-    async def _train(self, place: Replica, lease: int, samples: list[dict]) -> dict[str, float]:
+    async def _train(self, replica: Replica, lease: int, samples: list[dict]) -> dict[str, float]:
         """Accumulate the gradient of demonstrations at one replica; returns its statistics."""
         done = self._open[lease] = asyncio.get_running_loop().create_future()
-        await self._job.fleet.call(
-            place[0], "demonstrate", lease=lease, device=place[1], samples=samples, width=self._training.tp
+        self._left[lease] = set(replica.nodes)
+        await asyncio.gather(
+            *(
+                self._job.fleet.call(node, "demonstrate", lease=lease, devices=replica.on(node), samples=samples)
+                for node in replica.nodes
+            )
         )
         return await done
 
     def event_trained(self, node: str, *, lease: int, stats: dict[str, float]) -> None:
-        if (done := self._open.pop(lease, None)) is not None and not done.done():
+        left = self._left.get(lease, set())
+        left.discard(node)
+        if not left and (done := self._open.pop(lease, None)) is not None and not done.done():
             done.set_result(stats)
 
     def event_finished(self, node: str, **_: Any) -> None:

@@ -142,7 +142,7 @@ def test_work_that_was_on_its_way_to_a_worker_that_died_does_not_reach_the_next(
 
         desk.agent.work._gather = slow
         await desk.start("training")
-        late = asyncio.create_task(desk.call("train", lease=1, device=0, samples=samples, holders={}, width=1))
+        late = asyncio.create_task(desk.call("train", lease=1, devices=[0], samples=samples, holders={}))
         await asyncio.sleep(0.05)
         with pytest.raises(CallError):
             await desk.worker("training", "die")
@@ -151,7 +151,7 @@ def test_work_that_was_on_its_way_to_a_worker_that_died_does_not_reach_the_next(
         with pytest.raises(CallError, match="n1-training-0 died while its work was on the way"):
             await late
         assert await desk.calls("training", "train") == []
-        await desk.call("train", lease=2, device=0, samples=samples, holders={}, width=1)
+        await desk.call("train", lease=2, devices=[0], samples=samples, holders={})
         assert [call["lease"] for call in await desk.calls("training", "train")] == [2]
 
     at_desk(tmp_path, scenario, "training")
@@ -162,7 +162,7 @@ def test_the_first_worker_of_a_replica_says_which_leases_were_not_started(tmp_pa
         await desk.start("training", 0, cancel="[2]")
         await desk.start("training", 1, cancel="[1, 2]")
         for lease, sample in ((1, "1:0:0"), (2, "1:1:0")):
-            await desk.call("train", lease=lease, device=0, samples=held(desk, sample), holders={}, width=2)
+            await desk.call("train", lease=lease, devices=[0, 1], samples=held(desk, sample), holders={})
         await desk.call("prepare", plan=PLAN | {"moves": {"n1": "rollout"}})
         assert await desk.call("quiesce", epoch=1) == {"given_up": [], "unstarted": [2]}
         assert len(await desk.calls("training", "drain", 1)) == 1
@@ -177,10 +177,10 @@ def test_a_roll_back_that_fails_still_lets_work_in(tmp_path):
         await desk.call("prepare", plan=PLAN | {"moves": {"n1": "inference"}})
         await desk.call("quiesce", epoch=1)
         with pytest.raises(CallError, match="came while this node changes its role"):
-            await desk.call("train", lease=1, device=0, samples=held(desk, "1:0:0"), holders={}, width=1)
+            await desk.call("train", lease=1, devices=[0], samples=held(desk, "1:0:0"), holders={})
         with pytest.raises(CallError, match="ZeroDivisionError"):
             await desk.call("rollback", epoch=1)
-        await desk.call("train", lease=2, device=0, samples=held(desk, "1:0:0"), holders={}, width=1)
+        await desk.call("train", lease=2, devices=[0], samples=held(desk, "1:0:0"), holders={})
 
     at_desk(tmp_path, scenario, "training")
 

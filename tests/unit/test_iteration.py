@@ -59,7 +59,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         ledger = cluster.iteration.ledger
         pytest.fail(f"no end after {limit_s} s: {Counter(g.state for g in ledger.groups.values())}, waiting {list(ledger._waiting)}, "
                     f"running {ledger.running}, in engines { {n: a.requests for n, a in cluster.agents.items()} }, "
-                    f"leases {cluster.iteration._devices}, down {cluster.down}, faults {cluster.faults}")
+                    f"leases {cluster.iteration._at}, down {cluster.down}, faults {cluster.faults}")
     finally:
         log.close()
     return cluster

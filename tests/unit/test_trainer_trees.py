@@ -27,8 +27,9 @@ def test_every_helper_is_summed_once_into_an_owner_of_its_tensor_rank(shape, dat
     absent = data.draw(st.sets(st.sampled_from(made.borrowed_nodes))) if made.borrowed_nodes else set()
     made._joined = [place for place in made.everyone if place[0] not in absent]
     contributors = data.draw(st.sets(st.sampled_from(sorted({place[0] for place in made._joined}))))
-    helpers = [place for place in made.borrowed if place[0] in contributors]
-    trees = made.trees(helpers)
+    replicas = [replica for replica in made.borrowed_replicas if contributors.issuperset(replica.nodes)]
+    helpers = [place for replica in replicas for place in replica.places]
+    trees = made.trees(replicas)
 
     ranks = [rank for tree in trees for rank in tree]
     assert len(ranks) == len(set(ranks)), "a rank is in two trees"
@@ -45,7 +46,7 @@ def test_every_helper_is_summed_once_into_an_owner_of_its_tensor_rank(shape, dat
 @given(shapes)
 def test_a_replica_is_summed_into_one_replica_of_owners(shape):
     made, tp = trainer(*shape), shape[3]
-    to = {made._joined[rank]: made._joined[tree[0]] for tree in made.trees(made.borrowed) for rank in tree[1:]}
+    to = {made._joined[rank]: made._joined[tree[0]] for tree in made.trees(made.borrowed_replicas) for rank in tree[1:]}
     for node, device in made.borrowed:
         first = (node, device - device % tp)
         assert to[node, device][0] == to[first][0]
@@ -55,18 +56,18 @@ def test_a_replica_is_summed_into_one_replica_of_owners(shape):
 def test_an_example():
     made = trainer(owners=1, borrowed=2, devices=2, tp=1)
     assert made._joined == [("o0", 0), ("o0", 1), ("b0", 0), ("b0", 1), ("b1", 0), ("b1", 1)]
-    assert made.trees(made.borrowed) == [[0, 2, 4], [1, 3, 5]]
-    assert made.trees([place for place in made.borrowed if place[0] == "b1"]) == [[0, 4], [1, 5]]
+    assert made.trees(made.borrowed_replicas) == [[0, 2, 4], [1, 3, 5]]
+    assert made.trees([r for r in made.borrowed_replicas if r.nodes == ("b1",)]) == [[0, 4], [1, 5]]
     assert made.trees([]) == []
 
 
 def test_an_owner_without_helpers_has_no_tree():
     made = trainer(owners=2, borrowed=1, devices=1, tp=1)
-    assert made.trees(made.borrowed) == [[0, 2]]
+    assert made.trees(made.borrowed_replicas) == [[0, 2]]
 
 
 def test_a_helper_that_has_not_joined_is_an_error():
     made = trainer(owners=1, borrowed=1, devices=1, tp=1)
     made._joined = made.owners
     with pytest.raises(ValueError):
-        made.trees(made.borrowed)
+        made.trees(made.borrowed_replicas)

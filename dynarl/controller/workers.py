@@ -1,0 +1,248 @@
+"""The role workers of all nodes: starting them, giving them a model, and starting those again that died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dynarl import rundir
+from dynarl.config import interpreters
+from dynarl.controller.iteration import Iteration
+from dynarl.slurm import environ
+
+if TYPE_CHECKING:
+    from dynarl.controller.job import Job
+
+log = logging.getLogger(__name__)
+
+
+class JobFailed(RuntimeError):
+    """The job cannot go on; the message is for the person who reads the status."""
+
+
+class OwnerLost(RuntimeError):
+    """A worker that owned optimizer state died: the trainer goes back to the newest checkpoint."""
+
+
+class Workers:
+    """`down`: the (node, role) whose workers died and are not back yet. `faults`: what ends the job's body."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self.down: set[tuple[str, str]] = set()
+        self.faults: asyncio.Queue[BaseException] = asyncio.Queue()
+        self._restarts = 0
+        self._reviving: set[asyncio.Task] = set()
+
+    async def start_all(self) -> None:
+        """All roles that each node may take, and its environment."""
+        job = self._job
+        await asyncio.gather(
+            *(self.start(node, role) for node in job.home for role in sorted(job.may[node])),
+            *(self._start_environment(node) for node in job.home),
+        )
+
+    async def start(self, node: str, role: str) -> None:
+        """The workers of one role on one node, one per device."""
+        await asyncio.gather(
+            *(self._start_worker(node, role, device) for device in range(self._job.config.cluster.devices_per_node))
+        )
+
+    async def settled(self) -> None:
+        """Wait until no worker is being started again."""
+        await asyncio.gather(*self._reviving)
+
+    def cancel(self) -> None:
+        for task in self._reviving:
+            task.cancel()
+
+    def count_restart(self, why: str) -> None:
+        """One more restart. Raises JobFailed when that is more than failure.max_restarts."""
+        self._restarts += 1
+        most = self._job.config.failure.max_restarts
+        if self._restarts > most:
+            raise JobFailed(f"{why}; that was restart {self._restarts} of at most {most} (failure.max_restarts)")
+
+    async def start_afresh(self) -> None:
+        """New training workers everywhere, and new ones for all that are down."""
+        job = self._job
+        self.cancel()
+        await asyncio.gather(*self._reviving, return_exceptions=True)
+        training = [node for node in job.home if "training" in job.may[node]]
+        lost = {(n, r) for n, r in self.down if r != "training"}
+        await job.epochs.go_home()
+        await asyncio.gather(*(job.fleet.call(node, "halt", role=role) for node, role in job.home.items()))
+        for role, nodes in [("training", training)] + [(r, [n]) for n, r in sorted(lost)]:
+            await job.fleet.call_each(nodes, "kill_workers", role=role)
+            await asyncio.gather(*(self.start(n, role) for n in nodes))
+        self.down.clear()
+
+    async def _start_worker(self, node: str, role: str, device: int) -> None:
+        python = interpreters.of_role(self._job.config, role)
+        env = environ.model_settings(self._job.config.cluster.interface) | self._job.config.cluster.env
+        started = await self._job.fleet.call(
+            node,
+            "start_worker",
+            role=role,
+            device=device,
+            python=python,
+            env=env,
+            device_kind=self._job.config.cluster.device,
+            limit_s=self._job.config.rollout.start_timeout_s,
+        )
+        self._job.journal.append("worker_up", node=node, role=role, device=device, attempt=started["attempt"])
+
+    async def _start_environment(self, node: str) -> None:
+        started = await self._job.fleet.call(
+            node,
+            "start_worker",
+            role="environment",
+            device=0,
+            python=None,
+            env=self._job.config.cluster.env,
+            device_kind="cpu",
+            limit_s=self._job.config.rollout.start_timeout_s,
+        )
+        await self._job.fleet.call(
+            node,
+            "open_environment",
+            task=msgspec.to_builtins(self._job.config.task),
+            seed=self._job.config.run.seed,
+            limit_s=self._job.config.task.verify_timeout_s,
+            # Prompts are written in the vocabulary of the model that is trained; a fresh model takes the task's.
+            tokenizer_dir=self._job.config.model.path,
+        )
+        self._job.journal.append("worker_up", node=node, role="environment", device=0, attempt=started["attempt"])
+
+    async def prepare(self, node: str, role: str, version: int) -> None:
+        """Models of the roles that do not own them: build inference, load rollout."""
+        places = range(self._job.config.cluster.devices_per_node)
+        directory = self._job.trainer.staged(node, version)
+        if role == "rollout":
+            await asyncio.gather(
+                *(
+                    self._job.fleet.worker(
+                        node,
+                        role,
+                        d,
+                        "load",
+                        timeout_s=self._job.config.rollout.start_timeout_s,
+                        model_dir=directory,
+                        version=version,
+                        config=msgspec.to_builtins(self._job.config),
+                    )
+                    for d in places
+                )
+            )
+            await self._job.fleet.call(node, "loaded", role=role, version=version)
+        elif role == "inference":
+            await self._build_inference(node, directory, version)
+        if self._job.epochs.roles[node] != role:
+            await asyncio.gather(*(self._job.fleet.worker(node, role, d, "sleep") for d in places))
+
+    async def _build_inference(self, node: str, directory: str, version: int) -> None:
+        width = self._job.config.training.tp
+        for first in range(0, self._job.config.cluster.devices_per_node, width):
+            host = self._job.fleet.agents[node].host
+            store = await self._job.fleet.worker(node, "inference", first, "serve_store", host=host)
+            world = f"inference-{node}-{first}-{time.monotonic_ns()}"
+            await asyncio.gather(
+                *(
+                    self._job.fleet.worker(
+                        node,
+                        "inference",
+                        first + rank,
+                        "build",
+                        config=msgspec.to_builtins(self._job.config),
+                        store=store,
+                        world=world,
+                        rank=rank,
+                        size=width,
+                        model_dir=directory,
+                        version=version,
+                    )
+                    for rank in range(width)
+                )
+            )
+            if self._job.config.algorithm.kl_loss_coef > 0:
+                reference = str(self._reference_dir())
+                await asyncio.gather(
+                    *(
+                        self._job.fleet.worker(node, "inference", first + rank, "ref_load", model_dir=reference)
+                        for rank in range(width)
+                    )
+                )
+        await self._job.fleet.call(node, "loaded", role="inference", version=version)
+
+    def _reference_dir(self) -> Path:
+        warm = self._job.run_dir / "reference"
+        return warm if warm.exists() else self._job.run_dir / "model"
+
+    async def keep_reference(self) -> None:
+        """The reference of the KL term is the model after the warm start."""
+        newest = rundir.newest_checkpoint(self._job.run_dir)
+        shutil.copytree(newest / "model", self._job.run_dir / "reference", dirs_exist_ok=True)
+        await asyncio.gather(
+            *(
+                self._job.fleet.worker(n, "inference", d, "ref_load", model_dir=str(self._reference_dir()))
+                for n, may in self._job.may.items()
+                if "inference" in may
+                for d in range(self._job.config.cluster.devices_per_node)
+            )
+        )
+
+    # --- workers that die
+
+    def died(self, node: str, *, role: str, device: int, attempt: int, status: str, tail: list[str]) -> None:
+        """Record it; then the job ends, the trainer goes back, or fresh workers take over, as the configuration says."""
+        self._job.journal.append(
+            "worker_died", node=node, role=role, device=device, attempt=attempt, status=status, tail=tail
+        )
+        log.error(
+            "%s worker %d on %s (attempt %d) died: %s\n    %s", role, device, node, attempt, status, "\n    ".join(tail)
+        )
+        text = f"{role} worker {device} on {node} died: {status}"
+        try:
+            if getattr(self._job.config.failure, role) == "end":
+                raise JobFailed(f"{text}; failure.{role} is 'end'")
+            self.count_restart(text)
+        except JobFailed as fault:
+            self.faults.put_nowait(fault)
+            return
+        if role == "training" and self._job.home[node] == "training":
+            self.faults.put_nowait(OwnerLost(text))
+        elif role != "environment":
+            if self._job.stage is not None:
+                self._job.stage.worker_lost(node, role)
+            if (node, role) not in self.down:
+                self.down.add((node, role))
+                task = asyncio.ensure_future(self._revive(node, role))
+                self._reviving.add(task)
+                task.add_done_callback(self._revived)
+
+    def _revived(self, task: asyncio.Task) -> None:
+        self._reviving.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.faults.put_nowait(JobFailed(f"a worker could not be started again: {task.exception()}"))
+
+    async def _revive(self, node: str, role: str) -> None:
+        """Fresh workers of a role on one node, on the weights of its role; these do not change before it is done."""
+        await self._job.fleet.call(node, "kill_workers", role=role)  # what is left of a tensor-parallel replica is of no use
+        await self.start(node, role)
+        if role == "training":
+            await self._job.trainer.build_node(node, self._job.weights.version)
+            await self._job.fleet.call(node, "loaded", role=role, version=self._job.weights.version)
+            # Not beside a reduction: one worker would wait for the old group and another for the new one.
+            async with self._job.critical:
+                await self._job.trainer.join(without=frozenset(n for n, r in self.down if r == "training" and n != node))
+        else:
+            # After the first minibatch trainers are ahead of the weights that generate and score.
+            weights = self._job.stage.weights if isinstance(self._job.stage, Iteration) else self._job.weights
+            await self.prepare(node, role, weights.version)
+        self.down.discard((node, role))
