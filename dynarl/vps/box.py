@@ -108,18 +108,22 @@ def collect(groups: Iterable[tuple[int, np.ndarray, np.ndarray, np.ndarray]]) ->
     counts = [len(group[1]) for group in groups]
     rank = np.repeat(np.array([group[0] for group in groups], np.int32), counts)
     tensor = np.concatenate([group[1] for group in groups]).astype(np.int32, copy=False)
-    order = np.lexsort((rank, tensor))
-    return Pieces(
-        *(
-            _frozen(array[order])
-            for array in (
-                rank,
-                tensor,
-                np.concatenate([group[2] for group in groups]),
-                np.concatenate([group[3] for group in groups]),
-            )
-        )
-    )
+    # One key, and a sort that makes use of each rank's boxes being in order already.
+    order = np.argsort(tensor.astype(np.int64) << 32 | rank, kind="stable")
+    lo, hi = (np.concatenate([group[side] for group in groups])[order] for side in (2, 3))
+    return Pieces(_frozen(rank[order]), _frozen(tensor[order]), _frozen(lo), _frozen(hi))
+
+
+def joined(tensor: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Disjoint boxes (tensor [n], lo and hi [n, A]) in order, those that continue each other along the rows made one."""
+    order = np.lexsort((lo[:, 1], lo[:, 0], tensor))
+    tensor, lo, hi = tensor[order], lo[order], hi[order]
+    starts = np.ones(len(tensor), bool)
+    same = (tensor[1:] == tensor[:-1]) & (lo[1:, 1] == lo[:-1, 1]) & (hi[1:, 1] == hi[:-1, 1])
+    starts[1:] = ~(same & (lo[1:, 0] == hi[:-1, 0]))
+    first = np.nonzero(starts)[0]
+    last = np.append(first[1:], len(tensor)) - 1 if len(first) else first
+    return tensor[first], lo[first], np.stack([hi[last, 0], hi[first, 1]], axis=1)
 
 
 def interval_boxes(lo_N: np.ndarray, hi_N: np.ndarray, columns_N: np.ndarray) -> tuple[np.ndarray, ...]:

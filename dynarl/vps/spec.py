@@ -187,10 +187,6 @@ class ModelSpec:
         """(name without its layer, shape) of every tensor of a layer, in order."""
         return list(self._layer_tensors[moe])
 
-    def offset(self, moe: bool, suffix: str) -> int:
-        """Index of a tensor in its layer."""
-        return self._layer_offsets[moe][suffix]
-
     def expert_suffix(self, expert: int, part: str) -> str:
         """Name of an expert's tensor without its layer; part: gate, up or down."""
         if self.mixtral_names:
@@ -208,7 +204,8 @@ class ModelSpec:
         return {False: attention + tuple(self._dense()), True: attention + tuple(self._moe())}
 
     @cached_property
-    def _layer_offsets(self) -> dict[bool, dict[str, int]]:
+    def layer_offsets(self) -> dict[bool, dict[str, int]]:
+        """Number of each tensor in its layer by its name without it, for layers with experts and without."""
         return {moe: {name: i for i, (name, _) in enumerate(parts)} for moe, parts in self._layer_tensors.items()}
 
     def _tensors(self) -> Iterator[LogicalTensor]:

@@ -20,12 +20,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from dynarl.vps.box import Box, Pieces, collect, interval_boxes
+from dynarl.vps.box import Box, Pieces, collect
 from dynarl.vps.layout import (
     ALL_KINDS,
     Layout,
@@ -36,10 +35,9 @@ from dynarl.vps.layout import (
     expert_rules,
     padded,
     set_ranks,
-    share,
 )
-from dynarl.vps.spec import POSITIONS, ROUTER_BIAS, ModelSpec
-from dynarl.vps.zero import flat_buffer
+from dynarl.vps.local import Cut, Place, Table, flat, table
+from dynarl.vps.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -180,20 +178,22 @@ class TrainLayout(Layout):
     def placements(self, spec: ModelSpec, rank: int) -> list[Placement]:
         """Every parameter of a rank, chunk by chunk in registration order; buffers stand where their module does."""
         self.checked(spec)
-        at = self.coordinates(rank)
-        return _table(self._geometry(), spec, at.pp, at.tp, at.etp, at.ep).placements(spec)
+        local = self._table(spec, self.coordinates(rank))
+        return [
+            Placement(name, template.shape, _parts(spec, local, i), chunk, template.expert, template.buffer)
+            for i, (chunk, name, template) in enumerate(local.parameters)
+        ]
 
     def shard_intervals(self, spec: ModelSpec, rank: int) -> dict[tuple[int, str], tuple[int, int]]:
         """(chunk, parameter) -> flat interval of it that the rank's optimizer owns; parameters of which it owns none
         are left out."""
         self.checked(spec)
-        at = self.coordinates(rank)
-        table = _table(self._geometry(), spec, at.pp, at.tp, at.etp, at.ep)
-        lo, hi = self._intervals(spec, table, self._positions[rank])
+        local = self._table(spec, self.coordinates(rank))
+        lo, hi = (side.tolist() for side in self._intervals(local, self._positions[rank]))
         return {
-            (int(table.chunk[i]), table.names[i]): (int(lo[i]), int(hi[i]))
-            for i in range(len(table.names))
-            if lo[i] < hi[i] and not table.buffer[i]
+            (chunk, name): (lo[i], hi[i])
+            for i, (chunk, name, template) in enumerate(local.parameters)
+            if lo[i] < hi[i] and not template.buffer
         }
 
     def with_shards(self, shards: Mapping[int, Mapping[tuple[int, str], tuple[int, int]]]) -> Self:
@@ -255,62 +255,58 @@ class TrainLayout(Layout):
             edp=expert // self.ep % self.expert_dp,
         )
 
-    def _geometry(self) -> TrainLayout:
-        """What local parameters depend on: this layout with one replica, on ranks from 0, without live intervals."""
-        return _geometry(self)
+    def _table(self, spec: ModelSpec, at: Coordinates) -> Table:
+        cut = Cut(self.tp, self.ep, self.etp, self.pp, self.vocab_divisible_by)
+        chunks = tuple(self.stage_layers(spec, at.pp))
+        return table(spec, cut, chunks, at.pp == 0, at.pp == self.pp - 1, Place(at.tp, at.etp, at.ep))
 
     def _pieces(self, spec: ModelSpec, sharded_as: str, positions: Sequence[int]) -> Pieces:
-        geometry = self._geometry()
         groups = []
         for position in positions:
-            at = self._at(position)
-            table = _table(geometry, spec, at.pp, at.tp, at.etp, at.ep)
-            if sharded_as == "param" or not self.zero1:
-                shown = table.boxed
-                boxes = table.tensor[shown], table.lo[shown], table.hi[shown]
-            else:
-                boxes = table.cut(*self._intervals(spec, table, position))
+            local = self._table(spec, self._at(position))
+            whole = sharded_as == "param" or not self.zero1
+            boxes = local.boxes if whole else local.cut(*self._intervals(local, position))
             groups.append((self.ranks[position], *boxes))
         return collect(groups)
 
-    def _intervals(self, spec: ModelSpec, table: Table, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """(lo, hi) [P] of what a rank's optimizer owns of each of its parameters; buffers are owned by all."""
+    def _intervals(self, local: Table, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """(lo, hi) [P] of what a rank's optimizer owns of each parameter. A module's buffers are whole on every rank."""
+        lo, hi = np.zeros_like(local.numel), local.numel.copy()
         if not self.zero1:
-            return np.zeros_like(table.numel), table.numel
-        if self.shards is not None and position in self.shards.by_position:
-            return table.live(self.shards.by_position[position])
+            return lo, hi
         at = self._at(position)
-        stage = at.pp
-        lo, hi = np.zeros_like(table.numel), table.numel.copy()
-        dense, experts = self.dp * self.cp, self.expert_dp
+        dense, expert = (self.dp * self.cp, at.cp + self.cp * at.dp), (self.expert_dp, at.edp)
         for chunk in range(self.vpp):
-            limit = self.bucket_size if stage == 0 and chunk == 0 else None
-            for expert, shards, shard in ((False, dense, at.cp + self.cp * at.dp), (True, experts, at.edp)):
-                which = table.members(chunk, expert)
-                if len(which):
-                    flat = table.flat(chunk, expert, shards, limit, self.busbw_padding)
-                    lo[which], hi[which] = flat.owned(shard)
+            # Buckets are for overlapping reduction with the backward pass; only the first chunk of all has that need.
+            bucket_size = self.bucket_size if at.pp == 0 and chunk == 0 else None
+            for is_expert, (shards, shard) in ((False, dense), (True, expert)):
+                which, buffer = flat(local, chunk, is_expert, shards, bucket_size, self.busbw_padding)
+                lo[which], hi[which] = buffer.owned(shard)
+        if self.shards is not None and position in self.shards.by_position:
+            self._read_live(local, self.shards.by_position[position], lo, hi)
         return lo, hi
 
+    def _read_live(self, local: Table, live: Mapping, lo: np.ndarray, hi: np.ndarray) -> None:
+        unknown = set(live)
+        for i, (chunk, name, template) in enumerate(local.parameters):
+            if not template.buffer:
+                lo[i], hi[i] = live.get((chunk, name), (0, 0))
+                unknown.discard((chunk, name))
+                if not 0 <= lo[i] <= hi[i] <= local.numel[i]:
+                    raise LayoutError(
+                        f"an interval must lie in its parameter, but {name} of chunk {chunk} has {local.numel[i]} elements "
+                        f"and [{lo[i]}, {hi[i]}) is given"
+                    )
+        if unknown:
+            raise LayoutError(f"intervals must be of parameters of the rank, but it has no {sorted(unknown)[0]}")
 
-class Table:
-    """The parameters of one (pp, tp, etp, ep) coordinate as arrays: P parameters made of N parts."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._columns: dict[str, list] = {}
-        self._flat: dict[tuple, object] = {}
-
-    names: list[str]
-    rows: np.ndarray  # [P]
-    columns: np.ndarray
-    axes: np.ndarray
-    chunk: np.ndarray
-    expert: np.ndarray
-    own_bucket: np.ndarray
-    buffer: np.ndarray
-    param: np.ndarray  # [N], the parameter of each part
-    tensor: np.ndarray
-    lo: np.ndarray  # [N, A]
-    hi: np.ndarray
-    at: np.ndarray  # [N], first row of the part in the parameter
+def _parts(spec: ModelSpec, local: Table, parameter: int) -> tuple[Part, ...]:
+    first, last = np.searchsorted(local.param, (parameter, parameter + 1)).tolist()
+    parts = []
+    for i in range(first, last):
+        tensor = int(local.tensor[i])
+        axes = len(spec.tensors[tensor].shape)
+        box = tuple(zip(local.lo[i].tolist(), local.hi[i].tolist()))[:axes]
+        parts.append(Part(tensor, box, (int(local.at[i]), 0)[:axes]))
+    return tuple(parts)
