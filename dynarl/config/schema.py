@@ -183,9 +183,15 @@ class Inference(Section):
 
 
 class Training(Section):
-    """The trainer. Data-parallel size follows: training nodes x devices_per_node / tp."""
+    """The trainer. Data-parallel size follows: training nodes x devices_per_node / (tp x pp)."""
 
     tp: Annotated[Positive, doc("tensor-parallel size; must divide devices_per_node")] = 1
+    pp: Annotated[Positive, doc("pipeline stages")] = 1
+    ep: Annotated[Positive, doc("ranks that the experts of a layer are spread over")] = 1
+    layouts: Annotated[
+        dict[str, str],
+        doc("other layouts, by the iteration that they begin with: `{10: \"tp=1,pp=2\"}`; live, between iterations"),
+    ] = {}
     lr: Annotated[NonNegative, doc("learning rate")] = 1e-3
     lr_warmup_steps: Annotated[Count, doc("optimizer steps over which the rate rises to lr")] = 0
     weight_decay: Annotated[NonNegative, doc("AdamW's")] = 0.0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynarl.config import degrees
 from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
 from dynarl.slurm import environ, timelimit
@@ -131,33 +132,51 @@ def _policy(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
-    tp, devices = config.training.tp, config.cluster.devices_per_node
-    if devices % tp:
-        yield (
-            f"training.tp = {tp} does not divide cluster.devices_per_node = {devices}: "
-            "a tensor-parallel group stays inside a node"
-        )
+    layouts = {"training.": degrees.first(config.training)}
+    for begins, text in config.training.layouts.items():
+        where = f"training.layouts.{begins}: "
+        if not begins.isdecimal() or int(begins) < 1:
+            yield f"{where}expected the number of an iteration, 1 or more"
+            continue
+        try:
+            layouts[where] = degrees.parse(text)
+        except ConfigError as error:
+            yield f"{where}{error}"
+    devices = config.cluster.devices_per_node
+    owners = config.split.training * devices  # training workers that own optimizer state
+    for where, (tp, pp, _) in layouts.items():
+        if devices % tp:
+            yield (
+                f"{where}tp = {tp} does not divide cluster.devices_per_node = {devices}: "
+                "a tensor-parallel group stays inside a node"
+            )
+        elif owners % (tp * pp):
+            yield (
+                f"{where}tp {tp} x pp {pp} = {tp * pp} does not divide split.training {config.split.training} x "
+                f"cluster.devices_per_node {devices} = {owners} workers"
+            )
     try:
         shape = _shape(config)
     except ConfigError as error:
         yield str(error)
         return
-    where = shape.source
+    model = shape.source
     if shape.hidden_size % shape.heads:
-        yield f"{where}.hidden_size = {shape.hidden_size} is not divisible by {where}.heads = {shape.heads}"
+        yield f"{model}.hidden_size = {shape.hidden_size} is not divisible by {model}.heads = {shape.heads}"
     if shape.heads % shape.kv_heads:
-        yield f"{where}.heads = {shape.heads} is not divisible by {where}.kv_heads = {shape.kv_heads}"
-    for name, size in (("heads", shape.heads), ("ffn_size", shape.ffn_size)):
-        if size % tp:
-            yield f"{where}.{name} = {size} is not divisible by training.tp = {tp}"
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        yield f"{where}.kv_heads = {shape.kv_heads} is neither a multiple nor a divisor of training.tp = {tp}"
+        yield f"{model}.heads = {shape.heads} is not divisible by {model}.kv_heads = {shape.kv_heads}"
+    for where, (tp, _, _) in layouts.items():
+        for name, size in (("heads", shape.heads), ("ffn_size", shape.ffn_size)):
+            if size % tp:
+                yield f"{model}.{name} = {size} is not divisible by {where}tp = {tp}"
+        if shape.kv_heads % tp and tp % shape.kv_heads:
+            yield f"{model}.kv_heads = {shape.kv_heads} is neither a multiple nor a divisor of {where}tp = {tp}"
     prompt, response = config.algorithm.max_prompt_tokens, config.algorithm.max_response_tokens
     if prompt + response > shape.max_position:
         yield (
             f"algorithm.max_prompt_tokens {prompt} + algorithm.max_response_tokens {response} = "
             f"{prompt + response} tokens, "
-            f"but {where}.max_position = {shape.max_position}"
+            f"but {model}.max_position = {shape.max_position}"
         )
 
 
