@@ -1,7 +1,8 @@
 """The agent of one node: takes orders from the controller, runs the role workers, holds the samples made here.
 
 An order of the controller is a method `on_<order>` of the part that it is about: `Agent` (the node's life and its
-workers), `Work` (samples) or `Roles` (roles and weights). What workers tell arrives in `WorkerEvents`; what other agents
+workers), `Work` (samples) or `Roles` (roles and weights) or
+`StateMoves` (model state between layouts). What workers tell arrives in `WorkerEvents`; what other agents
 ask, in `PeerRequests`.
 """
 
@@ -22,6 +23,7 @@ from dynarl import keys, wire
 from dynarl.agent.gate import Gate
 from dynarl.agent.remapper import Remapper
 from dynarl.agent.roles import Roles
+from dynarl.agent.state_moves import StateMoves
 from dynarl.agent.supervisor import Supervisor, WorkerProcess
 from dynarl.agent.work import Work
 from dynarl.dataflow.store import Store
@@ -45,6 +47,7 @@ class Agent:
         gate = Gate()
         self.work = Work(self, gate)
         self.roles = Roles(self, self.work, gate, staging, home)
+        self.state_moves = StateMoves(self, self.roles)
         self.start_settings: dict[str, dict[str, Any]] = {}  # role -> how its workers are started
         self._last_heard = time.monotonic()
         self._stop = asyncio.Event()
@@ -77,7 +80,7 @@ class Agent:
         self.supervisor = Supervisor(self.node, address, self._log_dir, self._worker_died)
         self.workers = Link(self._worker_socket, WorkerEvents(self), routed=True)
         self.peers = Link(self._peer_socket, PeerRequests(self.work.store), routed=True)
-        self.controller = Link(self._controller_socket, Orders(self, self.work, self.roles), routed=False)
+        self.controller = Link(self._controller_socket, Orders(self, self.work, self.roles, self.state_moves), routed=False)
 
     async def run(self) -> None:
         """Serve until told to stop. Workers are gone when it returns."""
@@ -96,6 +99,7 @@ class Agent:
     def close(self) -> None:
         """Leave nothing behind on the node."""
         self.supervisor.kill_all()
+        self.state_moves.transitions.close()
         shutil.rmtree(self.roles.staging, ignore_errors=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._authenticator.stop()

@@ -1,4 +1,4 @@
-"""MPI between agents, in short bounded phases only: votes, and the broadcast of staged weights.
+"""MPI between agents, in short bounded phases only: communicators, and votes over them.
 
 An idle agent never sits in an MPI call (MPI polls, and would burn a core): the controller first makes sure that every
 member is ready, then all members enter together. Collectives are started non-blocking and tested with a pause, up to a
@@ -13,13 +13,10 @@ import os
 import sys
 import threading
 import time
-import zlib
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
-CHUNK_BYTES = 8 << 20
 # Highest tag that MPI promises everywhere is 32767.
 TAG_SPACE = 32000
 
@@ -29,7 +26,7 @@ class PhaseTimeout(RuntimeError):
 
 
 class Remapper:
-    """Votes and broadcasts over communicators of an epoch's members. Ranks are world ranks."""
+    """Votes over communicators of an epoch's members. Ranks are world ranks."""
 
     def __init__(self, world: MPI.Intracomm):
         self._world = world
@@ -68,35 +65,6 @@ class Remapper:
         await _complete(request, timeout_s, f"vote of epoch {epoch}")
         all_ready, same = bool(least[0]), int(least[1]) == -int(least[2])
         return {"agreed": all_ready and same, "ready": all_ready, "same_digest": same, "built": built}
-
-    async def broadcast(
-        self, epoch: int, ranks: list[int], root: int, path: Path, num_bytes: int, timeout_s: float
-    ) -> int:
-        """Copy the root's file `path` to every member's `path`. Returns the CRC-32 of what lies there now.
-
-        The file appears under its name only when it is complete. Memory: one chunk of CHUNK_BYTES.
-        """
-        communicator, _ = self.communicator(epoch, ranks)
-        is_root = self._world.Get_rank() == root
-        root_rank = sorted(ranks).index(root)
-        checksum, left = 0, num_bytes
-        buffer = bytearray(min(CHUNK_BYTES, max(1, num_bytes)))
-        part = path.with_suffix(".part")
-        deadline = time.monotonic() + timeout_s
-        with (path if is_root else part).open("rb" if is_root else "wb") as file:
-            while left:
-                view = memoryview(buffer)[: min(left, CHUNK_BYTES)]
-                if is_root and file.readinto(view) != len(view):
-                    raise RuntimeError(f"{path} ended {left} bytes early: it must not change while it is sent")
-                request = communicator.Ibcast([view, MPI.BYTE], root=root_rank)
-                await _complete(request, deadline - time.monotonic(), f"broadcast of {path.name}")
-                if not is_root:
-                    file.write(view)
-                checksum = zlib.crc32(view, checksum)
-                left -= len(view)
-        if not is_root:
-            os.replace(part, path)
-        return checksum
 
 
 async def _complete(request: MPI.Request, timeout_s: float, what: str) -> None:

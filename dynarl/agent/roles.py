@@ -153,31 +153,14 @@ class Roles:
         self._versions[role] = version
         return [answer["digest"] for answer in answers if answer and "digest" in answer]
 
-    async def on_broadcast(
-        self,
-        peer: str,
-        epoch: int,
-        ranks: list[int],
-        root: int,
-        version: int,
-        num_bytes: int,
-        source: str,
-        keep: list[int],
-        limit_s: float,
-    ) -> int:
-        """Receive (or, at the root, send) the weights of a version into staging. Returns their CRC-32.
+    def stage_small_files(self, version: int, source: Path) -> None:
+        self._stage(version, source, lambda path: path.suffix != ".safetensors")
 
-        The small files beside them (configuration, tokenizer) come from the model directory `source` on the shared file
-        system. Staged versions that are not in `keep` are dropped.
-        """
-        self._stage(version, Path(source), lambda path: path.suffix != ".safetensors")
-        checksum = await self._agent.remapper.broadcast(
-            epoch, ranks, root, self.version_dir(version) / "model.safetensors", num_bytes, limit_s
-        )
+    def keep_versions(self, versions: list[int]) -> None:
+        """Drop all other staged versions."""
         for path in self.staging.glob("v*"):
-            if int(path.name[1:]) not in keep:
+            if int(path.name[1:]) not in versions:
                 shutil.rmtree(path, ignore_errors=True)
-        return checksum
 
     async def on_halt(self, peer: str, role: str) -> None:
         """Drop all work, all samples and any half-done change of roles; `role` is the active one from here on."""

@@ -206,7 +206,7 @@ class Transitions:
         )
 
     def _open_destination(self, known: _Prepared, destination: str | None) -> None:
-        if destination is not None and known.staged is None:
+        if destination is not None and known.staging is not None and known.staged is None:
             path = Path(destination)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             known.staged = StagedModel.create(path, known.request.spec)
@@ -308,6 +308,10 @@ class Transitions:
         await asyncio.gather(
             *(self._call(name, "finish_transition", timeout_s=timeout_s, key=key) for name in known.workers.values())
         )
+
+    def stages(self, key: str) -> bool:
+        """Whether the transition ends, or begins, in what is staged on this node."""
+        return self._known(key).staging is not None
 
     async def abort(self, key: str, reason: str, timeout_s: float) -> None:
         """End a phase that is under way and drop everything new. Workers that are gone are left alone."""

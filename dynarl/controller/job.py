@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from dynarl import rundir, wire
+from dynarl.config import degrees
 from dynarl.config.schema import Config
 from dynarl.controller import metrics
 from dynarl.controller.epochs import Epochs, Weights
@@ -26,6 +27,7 @@ from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.replicas import inside_nodes
 from dynarl.controller.training import Trainer
+from dynarl.controller.transitions import Transitions, compare_state
 from dynarl.controller.warm_start import WarmStart
 from dynarl.controller.workers import JobFailed, Workers
 from dynarl.dataflow.ledger import Group
@@ -33,12 +35,16 @@ from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities, start_roles
+from dynarl.transport.planning import Request, describe
+from dynarl.vps.layout import ALL_KINDS, EngineLayout, Layout
+from dynarl.vps.train_layout import TrainLayout
 
 log = logging.getLogger(__name__)
 
 
 # A failed call comes before the report of the death that caused it.
 DEATH_NOTICE_S = 0.3
+RECUT_TIMEOUT_S = 300.0
 
 
 @dataclass
@@ -64,10 +70,14 @@ class Job:
         self.progress = Progress()
         self.weights = Weights(0, "")
         self.may: dict[str, frozenset[str]] = {}
+        self.offers = self.may  # roles that a node may be given; without training where no replica fits
+        self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
+        self._refused: set[int] = set()  # iterations whose layout was cancelled
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
         self._resume_from, self._first_epoch = resume_from, first_epoch
         self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self.workers = Workers(self)
+        self._writing: asyncio.Future | None = None  # the checkpoint that is being written
         self.last_event = self.step_started = time.monotonic()
 
     # --- start
@@ -80,20 +90,26 @@ class Job:
         self.step_started = time.monotonic()
         self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
         self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch)
-        self.trainer = Trainer(config, self.fleet, self.home, self.may)
+        self.transitions = Transitions(self.fleet, list(self.home), self._first_epoch)
         await self.workers.start_all()
         await self._load_state(self._resume_from)
         await self.epochs.go_home()
 
     async def _load_state(self, checkpoint: Path | None) -> None:
         """Trainer, roles and progress as in `checkpoint`; without one, from the beginning."""
-        source = checkpoint / "model" if checkpoint else await self._initial_model()
+        source = await self._initial_model()
         version = self.weights.version + 1
         await self.fleet.call_each(self.home, "stage", version=version, source=str(source))
-        await self.trainer.build(version)
         self.progress = Progress()
         if checkpoint:
             self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
+        self.trainer = Trainer(
+            self.config, self.fleet, self.home, self.may, degrees.at(self.config.training, self.progress.iteration)
+        )
+        self._prepared = None
+        self._offer()
+        await self.trainer.build(version)
+        if checkpoint:
             self.journal.append("resumed", iteration=self.progress.iteration, checkpoint=str(checkpoint), durable=True)
             await self.trainer.restore(checkpoint)
         self.weights = Weights(version, "")
@@ -112,6 +128,7 @@ class Job:
         """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh,
         from the newest checkpoint. The step lives on. Raises JobFailed after failure.max_restarts."""
         self.stage = None
+        self._give_up_writing()
         self.workers.count_restart("the trainer has to start again")
         await self.workers.start_afresh()
         checkpoint = rundir.newest_checkpoint(self.run_dir)
@@ -130,7 +147,7 @@ class Job:
                 if path.is_file():
                     shutil.copyfile(path, target / path.name)
         else:
-            node, device = self.trainer.leader
+            node, device = next(node for node, role in self.home.items() if role == "training"), 0
             await self.fleet.worker(node, "environment", 0, "save_tokenizer", dir=str(target))
             await self.fleet.worker(
                 node,
@@ -154,12 +171,14 @@ class Job:
         if config.task.eval_size and not progress.evaluated_start:
             await self.evaluate("start")
         while progress.iteration < config.run.iterations:
+            await self.recut(progress.iteration + 1)
             await self.iterate(progress.iteration + 1)
             if config.checkpoint.every and progress.iteration % config.checkpoint.every == 0:
                 await self.checkpoint()
         if config.task.eval_size:
             await self.evaluate("end")
         await self.checkpoint()
+        await self.checkpoint_written()
 
     async def warm_start(self) -> None:
         """Supervised steps on the task's own demonstrations."""
@@ -196,13 +215,20 @@ class Job:
         self.progress.evaluated_start = True
         await self.fleet.call_each(self.home, "forget", iteration=0)
 
+    def _offer(self) -> None:
+        lent = {node for replica in self.trainer.replicas for node in replica.nodes}
+        self.offers = {
+            node: may if node in lent or self.home[node] == "training" else may - {"training"}
+            for node, may in self.may.items()
+        }
+
     def _new_iteration(self, samples: list[str], **options: Any) -> Iteration:
         replicas = {
             "training": self.trainer.replicas,
             "inference": inside_nodes(self.may, self.config.cluster.devices_per_node, self.config.training.tp),
         }
         return Iteration(
-            self.config, self.fleet, self.epochs, self.weights, self.may, self.workers.down, samples,
+            self.config, self.fleet, self.epochs, self.weights, self.offers, self.workers.down, samples,
             replicas=replicas, **options
         )
 
@@ -235,6 +261,51 @@ class Job:
         self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=number)
         self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
+
+    async def recut(self, number: int) -> None:
+        """Change the trainer's layout, if another one begins with iteration `number`; and begin to build the one that
+        begins after it. Cancelled, the old layout goes on: nothing of it is touched before the new one is verified."""
+        layout = self.trainer.layout_of(degrees.at(self.config.training, number))
+        if layout != self.trainer.layout and number not in self._refused:
+            await self._recut(number, layout)
+        following = self.trainer.layout_of(degrees.at(self.config.training, number + 1))
+        if following != self.trainer.layout:
+            await self.trainer.prepare(following)
+            self._prepared = following
+
+    async def _recut(self, number: int, layout: TrainLayout) -> None:
+        text, began, trainer = str(degrees.at(self.config.training, number)), time.monotonic(), self.trainer
+        phases: dict[str, float] = {}
+        try:
+            if self._prepared != layout:
+                await trainer.prepare(layout)
+            num_bytes = await trainer.prepared(RECUT_TIMEOUT_S)
+            phases["prepare_ms"] = 1e3 * (time.monotonic() - began)
+            stopped = time.monotonic()
+            moved = await self.transitions.carry_out(self._transition(layout, list(ALL_KINDS)), RECUT_TIMEOUT_S)
+            phases |= moved.phases
+            differing = compare_state(moved.digests)
+            if differing:
+                await self.transitions.abort(moved.key, f"digests differ: {differing}")
+                raise wire.CallError(f"what arrived is not what was sent: {differing}")
+        except (wire.CallError, TimeoutError) as error:
+            await trainer.discard()
+            self._prepared = None
+            self._refused.add(number)
+            self.journal.append("layout_cancelled", iteration=number, layout=text, reason=str(error), durable=True)
+            log.warning("the trainer stays as it is: %s", error)
+            return
+        # From here on a fault leads back to the newest checkpoint, which any layout can read.
+        async with self.critical:
+            await self.transitions.finish(moved)
+            await trainer.adopt(layout, self.weights.version)
+            self._offer()
+            self._prepared = None
+        self.journal.append(
+            "layout_committed", iteration=number, layout=text, phases=phases, bytes=moved.num_bytes,
+            bytes_reserved=num_bytes, pause_ms=1e3 * (time.monotonic() - stopped), durable=True,
+        )
+        log.info("the trainer is in layout %s after %.0f ms", text, 1e3 * (time.monotonic() - began))
 
     def draw(self, number: int) -> list[str]:
         """Sample ids of an iteration: the next prompts of the training split, each `group_size` times."""
@@ -273,32 +344,40 @@ class Job:
     # --- weights and roles
 
     async def sync_weights(self) -> None:
-        """Trainer -> staging of every node, by MPI between the agents. Roles read it from there when they become
-        active.
-        """
+        """Trainer -> staging of every node. Roles read it from there when they become active."""
         await self.workers.settled()  # they read the weights that go out of use now
-        self.weights = await self.trainer.export(self.weights.version + 1)
-        await self._broadcast(list(self.home), keep=[self.weights.version])
+        await self._stage_weights(list(self.home), keep=[])
 
-    async def _broadcast(self, nodes: list[str], keep: list[int]) -> None:
-        """The leader's staged weights to `nodes`; other versions than `keep` are dropped there."""
-        version, leader = self.weights.version, self.trainer.leader[0]
-        nodes = sorted({*nodes, leader})
-        ranks = [self.fleet.agents[n].rank for n in nodes]
-        checksums = await self.fleet.call_each(
-            nodes,
-            "broadcast",
-            epoch=self.epochs.epoch,
-            ranks=ranks,
-            version=version,
-            root=self.fleet.agents[leader].rank,
-            num_bytes=self.weights.num_bytes,
-            source=str(self._small_files()),
-            keep=keep,
-            limit_s=300.0,
+    async def _stage_weights(self, nodes: list[str], keep: list[int]) -> None:
+        """The trainer's weights, as the next version, to `nodes`; other versions than that and `keep` are dropped there."""
+        version, places = self.weights.version + 1, self.trainer.places
+        staged = [places.staging_rank(self.trainer.nodes.index(node)) for node in nodes]
+        request = self._transition(EngineLayout(dp=len(staged), ranks=tuple(staged)), ["param"])
+        moved = await self.transitions.carry_out(request, version=version)
+        found = {node: moved.digests[node]["staged"] for node in nodes}
+        if len(set(found.values())) != 1:
+            await self.transitions.abort(moved.key, "staged weights differ")
+            raise JobFailed(f"weights of version {version} differ after they were staged: {found}")
+        await self.transitions.finish(
+            moved, version=version, source=str(self._small_files()), keep=[version, *keep]
         )
-        if len(set(checksums.values())) != 1:
-            raise JobFailed(f"weights of version {version} differ after the broadcast: {checksums}")
+        self.weights = Weights(version, found[nodes[0]])
+        await asyncio.gather(
+            *(self.fleet.call(n, "loaded", role="training", version=version) for n in self.trainer.owner_nodes)
+        )
+
+    def _transition(self, destination: Layout, kinds: list[str]) -> Request:
+        """From the trainer's layout to another one."""
+        model = json.loads((self._small_files() / "config.json").read_text())
+        dtype = self.config.model.dtype
+        return Request(
+            model=model | {"dtype": dtype, "torch_dtype": dtype},
+            source=describe(self.trainer.layout),
+            destination=describe(destination),
+            kinds=kinds,
+            num_nodes=self.trainer.places.num_nodes,
+            devices_per_node=self.trainer.places.devices_per_node,
+        )
 
     def _small_files(self) -> Path:
         return self.run_dir / "model"
@@ -308,10 +387,9 @@ class Job:
         use it.
         """
         await self.workers.settled()
-        self.weights = await self.trainer.export(self.weights.version + 1)
-        await self._broadcast(
-            nodes if keep is None else list(self.home), [self.weights.version] + [keep] * (keep is not None)
-        )
+        # The owners' nodes too: a replica that is built there later starts from what is staged.
+        everybody = [n for n in self.home if keep is not None or n in nodes or n in self.trainer.owner_nodes]
+        await self._stage_weights(everybody, keep=[] if keep is None else [keep])
         await self.fleet.call_each(nodes, "refresh", version=self.weights.version)
 
     async def enter(self, roles: dict[str, str], reason: str) -> None:
@@ -332,31 +410,43 @@ class Job:
 
     # --- checkpoints
 
-    async def checkpoint(self) -> Path:
-        """Save everything that the next start needs; the marker comes last."""
+    async def checkpoint(self) -> None:
+        """Begin to save everything that the next start needs. The state is copied now and written while the job goes on;
+        the marker comes last. A former checkpoint that is still being written is waited for."""
+        await self.checkpoint_written()
         path = rundir.checkpoint(self.run_dir, self.progress.iteration)
-        began = time.monotonic()
         if (path / rundir.COMPLETE).exists():
-            return path
+            return
         if path.exists():
             shutil.rmtree(path)
         (path / "model").mkdir(parents=True)
-        await self.trainer.save(path)
+        await self.trainer.snapshot(path)
+        self._writing = asyncio.ensure_future(self._write_checkpoint(path, json.dumps(vars(self.progress))))
+
+    async def _write_checkpoint(self, path: Path, progress: str) -> None:
+        began, iteration = time.monotonic(), rundir.checkpoint_iteration(path)
         for file in Path(self._small_files()).iterdir():
-            if file.is_file() and file.suffix != ".safetensors" and not (path / "model" / file.name).exists():
-                shutil.copyfile(file, path / "model" / file.name)
-        (path / "progress.json").write_text(json.dumps(vars(self.progress)))
+            if file.is_file() and file.suffix != ".safetensors":
+                await asyncio.to_thread(shutil.copyfile, file, path / "model" / file.name)
+        (path / "progress.json").write_text(progress)
+        await self.trainer.saved()
         rundir.mark_complete(path)
-        self.journal.append("checkpoint_saved", iteration=self.progress.iteration, path=str(path), durable=True)
+        self.journal.append("checkpoint_saved", iteration=iteration, path=str(path), durable=True)
         rundir.prune_checkpoints(self.run_dir, self.config.checkpoint.keep)
-        log.info("checkpoint %s in %.2f s", path.name, time.monotonic() - began)
-        return path
+        log.info("checkpoint %s written in %.2f s", path.name, time.monotonic() - began)
+
+    async def checkpoint_written(self) -> None:
+        """Wait for a checkpoint that is being written. Raises CallError where that failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
 
     async def save_interrupted(self) -> None:
         """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done: then the
         weights are ahead of any whole iteration, and the newest older checkpoint stays what the next start uses."""
         if self.config.algorithm.minibatches == 1 or self.stage is None:
             await self.checkpoint()
+        await self.checkpoint_written()
 
     # --- events
 
@@ -398,4 +488,10 @@ class Job:
 
     async def close(self) -> None:
         self.workers.cancel()
+        self._give_up_writing()
         await self.fleet.stop()
+
+    def _give_up_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        self._writing = None

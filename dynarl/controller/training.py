@@ -1,9 +1,12 @@
 """The trainer as a whole: owners that hold the optimizer, borrowed workers that lend their gradients, one step for all.
 
-Owners (home role training) form one torch world with Megatron's groups; every other training worker is a replica of its
-own (tensor parallel inside the node) and joins only the standalone reduction group. At a step each borrowed gradient
-buffer is summed into an owner's of the same tensor rank, along a tree; then the owners reduce among themselves, clip
-and step.
+Every training worker has a fixed rank, whatever it is used for. Owners (home role training) form one layout; a replica of
+borrowed workers is a layout of its own, of the same degrees, inside one node, and joins only the standalone reduction
+group. At a step each borrowed gradient buffer is summed, along a tree, into that of the owner at the same place of its
+replica; then the owners reduce among themselves, clip and step.
+
+Between two iterations the owners may change to another layout (`recut`): what the new one needs is built while the old
+one trains, the state moves by a transition, and until all have adopted it the old layout is whole.
 """
 
 from __future__ import annotations
@@ -15,33 +18,55 @@ from typing import Any
 
 import msgspec
 
+from dynarl.config.degrees import Degrees
 from dynarl.config.schema import Config
-from dynarl.controller.epochs import Weights
 from dynarl.controller.fleet import Fleet
-from dynarl.controller.replicas import Place, Replica, inside_nodes
+from dynarl.controller.replicas import Place, Replica, inside_nodes, layout_on, of_layout, vocab_multiple
+from dynarl.transport.messages import Places
+from dynarl.transport.planning import describe
+from dynarl.vps.train_layout import TrainLayout
+from dynarl.wire import CallError
 
 BUILD_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 600.0
 
 
 class Trainer:
-    """All training workers. `places` of a node are its devices in order; owners come first in the reduction world."""
+    """All training workers; owners come first in the reduction world. `layout`: that of the owners."""
 
-    def __init__(self, config: Config, fleet: Fleet, home: dict[str, str], may: dict[str, frozenset[str]]):
+    def __init__(
+        self, config: Config, fleet: Fleet, home: dict[str, str], may: dict[str, frozenset[str]], degrees: Degrees
+    ):
         self._config, self._fleet = config, fleet
+        self.nodes = list(home)
+        self.places = Places(len(self.nodes), config.cluster.devices_per_node)
         devices = range(config.cluster.devices_per_node)
-        self._width = config.training.tp  # workers of a replica
         self.owner_nodes = [n for n in home if home[n] == "training"]
         self.borrowed_nodes = [n for n in home if home[n] != "training" and "training" in may[n]]
         self.owners: list[Place] = [(n, d) for n in self.owner_nodes for d in devices]
-        self.borrowed: list[Place] = [(n, d) for n in self.borrowed_nodes for d in devices]
-        cuts = range(0, len(self.owners), self._width)
-        owners = [Replica(tuple(self.owners[i : i + self._width])) for i in cuts]
-        self.num_owner_replicas = len(owners)
-        self.replicas = owners + inside_nodes(self.borrowed_nodes, config.cluster.devices_per_node, self._width)
         self._generation = itertools.count(1)
         self._joined: list[Place] = []
-        self._store = ""
+        self._store = self._world = ""
+        self._set_layout(self.layout_of(degrees))
+
+    def layout_of(self, degrees: Degrees) -> TrainLayout:
+        """The owners in a layout of these degrees."""
+        return layout_on([self.rank(place) for place in self.owners], *degrees, vocab_multiple(self._config))
+
+    def _set_layout(self, layout: TrainLayout) -> None:
+        self.layout = layout
+        owners = of_layout(layout, self.place)
+        self.num_owner_replicas = len(owners)
+        width = len(owners[0].places)
+        self.replicas = owners + inside_nodes(self.borrowed_nodes, self._config.cluster.devices_per_node, width)
+        # Nodes on which a replica does not fit lend nothing.
+        self.borrowed = [place for replica in self.borrowed_replicas for place in replica.places]
+
+    def rank(self, place: Place) -> int:
+        return self.places.worker_rank(self.nodes.index(place[0]), place[1])
+
+    def place(self, rank: int) -> Place:
+        return self.nodes[self.places.node_of(rank)], self.places.device_of(rank)
 
     @property
     def everyone(self) -> list[Place]:
@@ -58,44 +83,57 @@ class Trainer:
     async def _on(self, place: Place, method: str, timeout_s: float = STEP_TIMEOUT_S, **args: Any) -> Any:
         return await self._fleet.worker(place[0], "training", place[1], method, timeout_s=timeout_s, **args)
 
+    async def _on_owners(self, method: str, timeout_s: float = STEP_TIMEOUT_S, **args: Any) -> list[Any]:
+        """The same call to all owners. Raises the first error, after all have answered."""
+        answers = await asyncio.gather(
+            *(self._on(place, method, timeout_s, **args) for place in self.owners), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
     async def build(self, version: int) -> None:
         """Build owners and borrowed replicas from the staged weights of `version`, and the reduction group over all."""
-        self._store = await self._on(self.leader, "serve_store", host=self._host(self.leader[0]))
-        world = f"owners-{next(self._generation)}"
+        self._store = await self._on(self.leader, "serve_store", host=self._fleet.agents[self.leader[0]].host)
+        self._world = f"trainers-{next(self._generation)}"
+        fields = _fields(self.layout)
         await asyncio.gather(
-            *(self._build(place, self._store, world, rank, len(self.owners), True, version)
-              for rank, place in enumerate(self.owners)),
-            *(self.build_node(node, version) for node in self.borrowed_nodes))
+            *(self._build(place, self._world, fields, True, version) for place in self.owners),
+            *(self._build_replica(replica, self._world, version) for replica in self.borrowed_replicas),
+        )
         await self.join()
 
     async def build_node(self, node: str, version: int) -> None:
         """Build the borrowed replicas of one node; they take part once everybody has joined again."""
-        for places in (r.places for r in self.borrowed_replicas if r.nodes == (node,)):
-            store = await self._on(places[0], "serve_store", host=self._host(node))
-            world = f"{node}-{places[0][1]}-{next(self._generation)}"
-            await asyncio.gather(
-                *(self._build(p, store, world, rank, self._width, False, version) for rank, p in enumerate(places))
-            )
+        # A new name: under the old one they would find processes that are gone.
+        world = f"{node}-{next(self._generation)}"
+        await asyncio.gather(
+            *(self._build_replica(r, world, version) for r in self.borrowed_replicas if r.nodes == (node,))
+        )
 
-    async def _build(
-        self, place: Place, store: str, world: str, rank: int, size: int, owner: bool, version: int
-    ) -> None:
+    async def _build_replica(self, replica: Replica, world: str, version: int) -> None:
+        layout = layout_on(
+            [self.rank(place) for place in replica.places],
+            self.layout.tp, self.layout.pp, self.layout.ep, self.layout.vocab_divisible_by,
+        )
+        await asyncio.gather(*(self._build(p, world, _fields(layout), False, version) for p in replica.places))
+
+    async def _build(self, place: Place, world: str, layout: dict[str, Any], owner: bool, version: int) -> None:
         await self._on(
             place,
             "build",
             timeout_s=BUILD_TIMEOUT_S,
             config=msgspec.to_builtins(self._config),
-            store=store,
+            store=self._store,
             world=world,
-            rank=rank,
-            size=size,
+            rank=self.rank(place),
+            size=len(layout["ranks"]),
             owner=owner,
             model_dir=self.staged(place[0], version),
             version=version,
+            layout=layout,
         )
-
-    def _host(self, node: str) -> str:
-        return self._fleet.agents[node].host
 
     def staged(self, node: str, version: int) -> str:
         return str(Path(self._fleet.agents[node].staging) / f"v{version}")
@@ -135,21 +173,48 @@ class Trainer:
                 trees.append([self._joined.index(p) for p in (place, *(r.places[position] for r in helpers))])
         return trees
 
-    async def export(self, version: int) -> Weights:
-        """Write the owners' weights as `version` into the leader's staging."""
-        answers = await asyncio.gather(
-            *(
-                self._on(p, "export", model_dir=self.staged(self.leader[0], version), version=version)
-                for p in self.owners
-            )
-        )
-        await asyncio.gather(
-            *(self._fleet.call(n, "loaded", role="training", version=version) for n in self.owner_nodes)
-        )
-        return Weights(version, answers[0]["digest"], answers[0]["bytes"])
+    # --- from one layout to the next
 
-    async def save(self, directory: Path) -> None:
-        await asyncio.gather(*(self._on(p, "save", dir=str(directory)) for p in self.owners))
+    async def prepare(self, layout: TrainLayout) -> None:
+        """Owners begin to build the groups of `layout`, in the background. Returns at once."""
+        name = f"layout-{next(self._generation)}"
+        await self._on_owners("prepare_layout", name=name, source=_fields(self.layout), layout=_fields(layout))
+
+    async def prepared(self, timeout_s: float) -> int:
+        """Wait for that, and for the empty models. Returns the most bytes that a worker will need for its new state."""
+        answers = await self._on_owners("prepared", timeout_s=timeout_s + 5.0, limit_s=timeout_s)
+        return max(answer["bytes"] for answer in answers)
+
+    async def discard(self) -> None:
+        """Forget the next layout; the one that trains goes on."""
+        await asyncio.gather(*(self._on(place, "discard") for place in self.owners), return_exceptions=True)
+
+    async def adopt(self, layout: TrainLayout, version: int) -> None:
+        """Train in `layout` from now on; borrowed replicas are built anew to match, from staged weights."""
+        scalars = (await self._on_owners("scalars"))[0]
+        await self._on_owners("adopt", scalars=scalars)
+        for place, found in zip(self.owners, await self._on_owners("scalars")):
+            if found["lr"] != scalars["lr"] or not found["steps"].items() <= scalars["steps"].items():
+                raise CallError(f"step counters of {place} are {found} after the change, they were {scalars}")
+        self._set_layout(layout)
+        world = f"trainers-{next(self._generation)}"
+        await asyncio.gather(*(self._build_replica(r, world, version) for r in self.borrowed_replicas))
+        await self.join()
+
+    # --- checkpoints
+
+    async def snapshot(self, directory: Path) -> None:
+        """Owners copy their state and begin to write it below `directory`; training may go on meanwhile."""
+        await self._on_owners("save", dir=str(directory))
+
+    async def saved(self) -> None:
+        """Wait until what `snapshot` began is on disk."""
+        await self._on_owners("saved")
 
     async def restore(self, directory: Path) -> None:
-        await asyncio.gather(*(self._on(p, "restore", dir=str(directory)) for p in self.owners))
+        """Take the state of a checkpoint, whatever layout wrote it."""
+        await self._on_owners("restore", dir=str(directory))
+
+
+def _fields(layout: TrainLayout) -> dict[str, Any]:
+    return {name: value for name, value in describe(layout).items() if name != "layout"}
