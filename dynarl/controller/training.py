@@ -191,11 +191,10 @@ class Trainer:
 
     async def adopt(self, layout: TrainLayout, version: int) -> None:
         """Train in `layout` from now on; borrowed replicas are built anew to match, from staged weights."""
-        scalars = (await self._on_owners("scalars"))[0]
+        scalars = _same(await self._on_owners("scalars"))
         await self._on_owners("adopt", scalars=scalars)
-        for place, found in zip(self.owners, await self._on_owners("scalars")):
-            if found["lr"] != scalars["lr"] or not found["steps"].items() <= scalars["steps"].items():
-                raise CallError(f"step counters of {place} are {found} after the change, they were {scalars}")
+        if (after := _same(await self._on_owners("scalars"))) != scalars:
+            raise CallError(f"step counters and learning rate are {after} after the change, they were {scalars}")
         self._set_layout(layout)
         world = f"trainers-{next(self._generation)}"
         await asyncio.gather(*(self._build_replica(r, world, version) for r in self.borrowed_replicas))
@@ -218,3 +217,14 @@ class Trainer:
 
 def _fields(layout: TrainLayout) -> dict[str, Any]:
     return {name: value for name, value in describe(layout).items() if name != "layout"}
+
+
+def _same(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all owners say of {steps: {kind of optimizer: count}, lr}; not all have all kinds. Raises CallError where they
+    disagree."""
+    steps: dict[str, int] = {}
+    for said in each:
+        for kind, count in said["steps"].items():
+            if steps.setdefault(kind, count) != count or said["lr"] != each[0]["lr"]:
+                raise CallError(f"owners of the optimizer disagree on step counters or learning rate: {each}")
+    return {"steps": steps, "lr": each[0]["lr"]}
