@@ -225,6 +225,11 @@ class TrainLayout(Layout):
             yield divides("tp", tp, "rows of the fused query, key and value projection", rows, spec)
         if len(spec.moe_layers) < spec.layers:
             yield divides("tp", tp, "feed-forward width", spec.ffn, spec)
+        biased = [spec.out_bias, spec.mlp_bias, spec.out_bias and not spec.qkv_bias, spec.mlp_bias and spec.experts > 0]
+        yield biased in ([False] * 4, [True, True, False, False]), (
+            f"Megatron has biases in all linear layers, in the query, key and value projection only, or in none, "
+            f"and none in experts, which {name} does not fit"
+        )
         yield from expert_rules(spec, self.ep, self.etp)
         if not spec.experts:
             yield self.etp == tp, f"etp must be tp for a model without experts, but etp is {self.etp} and tp is {tp}"
