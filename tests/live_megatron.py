@@ -99,7 +99,10 @@ def build(spec: ModelSpec, layout: TrainLayout, rank: int) -> dict:
     answer = {
         "parameters": [(c, n, list(p.shape)) for c, m in enumerate(models) for n, p in m.named_parameters()],
         "buffers": [
-            (c, n, list(b.shape)) for c, m in enumerate(models) for n, b in m.named_buffers() if n.endswith("expert_bias")
+            (c, n, list(b.shape))
+            for c, m in enumerate(models)
+            for n, b in m.named_buffers()
+            if n.endswith("expert_bias")
         ],
         "flat": [],
         "owned": [],

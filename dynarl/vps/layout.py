@@ -18,7 +18,7 @@ box=((16384, 32768), (0, 576)))
 >>> EngineLayout(tp=2).checked(spec)
 Traceback (most recent call last):
     ...
-dynarl.vps.layout.LayoutError: tp must divide the attention heads, but smollm2-135m has 9 heads and tp is 2
+dynarl.vps.layout.LayoutError: tp must divide the attention heads, but smollm2-135m has 9 and tp is 2
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class Layout:
 class EngineLayout(Layout):
     """`dp` rollout instances of `tp` ranks each, as SGLang cuts them. Rank order: tp fastest.
 
-    Query heads, key/value heads (copied where there are fewer of them than ranks), feed-forward width and vocabulary are
-    cut by `tp`. Experts go to `ep` blocks of tp / ep ranks, and each expert is cut over the ranks of its block.
-    Vocabularies are padded to a multiple of `vocab_divisible_by` (made a multiple of tp if it is none).
+    Query heads, key/value heads (copied where there are fewer of them than ranks), feed-forward width and vocabulary
+    are cut by `tp`. Experts go to `ep` blocks of tp / ep ranks, and each is cut over the ranks of its block. The
+    vocabulary is padded to a multiple of `vocab_divisible_by`, and further to one of tp.
     """
 
     tp: int = 1
@@ -121,10 +121,6 @@ class EngineLayout(Layout):
 
     def _rules(self, spec: ModelSpec) -> Iterator[tuple[bool, str]]:
         yield from attention_rules(spec, self.tp)
-        yield spec.latent is not None or max(self.tp, spec.groups) % min(self.tp, spec.groups) == 0, (
-            f"tp must divide the key/value heads or be a multiple of them, "
-            f"but {spec.name} has {spec.groups} and tp is {self.tp}"
-        )
         if len(spec.moe_layers) < spec.layers:
             yield divides("tp", self.tp, "feed-forward width", spec.ffn, spec)
         yield from expert_rules(spec, self.ep, self.tp // self.ep, "tp / ep")
@@ -210,8 +206,9 @@ class HFLayout(Layout):
 
     def __post_init__(self) -> None:
         files = self.files if self.files is not None else ("model.safetensors",)
-        # Kept as pairs, which can be hashed, and which may also be what is given (by dataclasses.replace).
-        pairs = files.items() if isinstance(files, Mapping) else (f if isinstance(f, tuple) else (f, None) for f in files)
+        # Kept as pairs, which can be hashed, and which are what dataclasses.replace() gives.
+        named = files.items() if isinstance(files, Mapping) else files
+        pairs = (file if isinstance(file, tuple) else (file, None) for file in named)
         files = tuple((file, None if names is None else tuple(names)) for file, names in pairs)
         if not files:
             raise LayoutError("files must name one file at least")
@@ -224,9 +221,10 @@ class HFLayout(Layout):
                     raise LayoutError(f"a tensor must be in one file, but {name} is in {seen[name]} and in {file}")
                 seen[name] = file
         object.__setattr__(self, "files", files)
-        if self.ranks is not None and not 0 < len(tuple(self.ranks)) <= len(files):
-            raise LayoutError(f"there must be 1 to {len(files)} ranks for {len(files)} files, not {len(tuple(self.ranks))}")
-        set_ranks(self, len(files) if self.ranks is None else len(tuple(self.ranks)), "files")
+        size = len(files) if self.ranks is None else len(tuple(self.ranks))
+        if not 0 < size <= len(files):
+            raise LayoutError(f"there must be 1 to {len(files)} ranks for {len(files)} files, not {size}")
+        set_ranks(self, size, "files")
 
     def file_tensors(self, spec: ModelSpec) -> dict[str, tuple[str, ...]]:
         """Names of the tensors of each file, in the order of the model."""
@@ -244,9 +242,8 @@ class HFLayout(Layout):
         for name in sorted(named - set(spec.index)):
             yield False, f"files must hold tensors of the model only, but {spec.name} has no {name}"
         missing = [name for name in spec.index if name not in named]
-        yield not missing, (
-            f"files must hold every tensor, but {len(missing)} of {len(spec.tensors)} are in none, such as {missing[:1]}"
-        )
+        numbers = f"{len(missing)} of {len(spec.tensors)} are in none, such as {missing[:1]}"
+        yield not missing, f"files must hold every tensor, but {numbers}"
 
     def _file_tensors(self, spec: ModelSpec) -> list[np.ndarray]:
         if self.files[0][1] is None:
@@ -314,10 +311,12 @@ def divides(degree: str, value: int, what: str, size: int, spec: ModelSpec) -> t
 
 
 def attention_rules(spec: ModelSpec, tp: int) -> Iterator[tuple[bool, str]]:
-    """The rule on query heads that trainers and engines share."""
-    yield spec.heads % tp == 0, (
-        f"tp must divide the attention heads, but {spec.name} has {spec.heads} heads and tp is {tp}"
-    )
+    """The rules on attention heads that trainers and engines share."""
+    yield divides("tp", tp, "attention heads", spec.heads, spec)
+    if not spec.latent:
+        fits = spec.groups % tp == 0 or tp % spec.groups == 0
+        numbers = f"but {spec.name} has {spec.groups} and tp is {tp}"
+        yield fits, f"tp must divide the key/value heads (query groups) or be a multiple of them, {numbers}"
 
 
 def expert_rules(spec: ModelSpec, ep: int, etp: int, etp_name: str = "etp") -> Iterator[tuple[bool, str]]:
@@ -369,7 +368,8 @@ def _dealt(spec: ModelSpec, writers: int) -> np.ndarray:
 
 def whole_tensors(spec: ModelSpec, held: Sequence[tuple[int, np.ndarray]]) -> Pieces:
     """Pieces of (rank, indices of tensors that it holds whole)."""
-    return collect([(rank, tensors, np.zeros((len(tensors), 2), np.int64), spec.shapes[tensors]) for rank, tensors in held])
+    zero = np.zeros((len(spec.sizes), 2), np.int64)
+    return collect((rank, tensors, zero[: len(tensors)], spec.shapes[tensors]) for rank, tensors in held)
 
 
 # ---- layouts as text

@@ -1,7 +1,7 @@
 """The logical tensors of a model: what exists, whoever holds it.
 
 They are the tensors of its Hugging Face checkpoint, by name and shape, with global numbers of layers and experts. Every
-parallel cut of Megatron or of an engine is then a range of their rows or of their columns. Tied embeddings are one tensor.
+parallel cut of Megatron or of an engine is then a range of their rows or columns. Tied embeddings are one tensor.
 
 >>> spec = preset("smollm2-135m")
 >>> spec.tensors[0]
@@ -13,7 +13,6 @@ LogicalTensor(name='model.embed_tokens.weight', shape=(49152, 576), buffer=False
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,10 +137,10 @@ class ModelSpec:
 
     def kind(self, name: str) -> Kind:
         """A kind by its name. Raises ValueError if it is not registered."""
-        for kind in self.kinds:
-            if kind.name == name:
-                return kind
-        raise ValueError(f"kind {name!r} is not one of {', '.join(kind.name for kind in self.kinds)}; register it first")
+        kinds = {kind.name: kind for kind in self.kinds}
+        if name not in kinds:
+            raise ValueError(f"kind {name!r} is not one of {', '.join(kinds)}; register it first")
+        return kinds[name]
 
     def itemsize(self, kind: str) -> int:
         """Bytes of one element of a kind."""
@@ -334,7 +333,7 @@ def _deepseek(config: dict[str, Any], layers: int) -> dict[str, Any]:
     latent = Latent(config.get("q_lora_rank") or 0, config["kv_lora_rank"], nope, rope, config["v_head_dim"])
     experts = _experts(config)
     return dict(
-        groups=config["num_attention_heads"],  # what is cached is the latent vector; every head has its own key and value
+        groups=config["num_attention_heads"],  # one latent vector is cached, but every head has its own key and value
         head_dim=nope + rope,
         qkv_bias=False,
         experts=experts,
@@ -381,7 +380,7 @@ def _qwen3_experts(layers: int, hidden: int, heads: int, ffn: int, expert_ffn: i
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # GPT-3 is published as a table of sizes only. The names are ours; heads of the smallest are Megatron's 16, since the
+    # GPT-3 is published as a table of sizes only. The names are ours; the smallest has Megatron's 16 heads, since the
     # table's 24 heads of 128 do not make 2048.
     "gpt3-1.3b": _gpt3(24, 2048, 16),
     "gpt3-2.7b": _gpt3(32, 2560, 32),

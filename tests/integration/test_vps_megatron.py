@@ -1,5 +1,5 @@
-"""Layouts against what Megatron-core itself builds: names, shapes and order of parameters, rank numbers, flat buffers, and
-the intervals of its distributed optimizers."""
+"""Layouts against what Megatron-core itself builds: names, shapes and order of parameters, rank numbers, flat buffers,
+and the intervals of its distributed optimizers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ WIDE = ModelSpec.from_hf(
 MIXED = ModelSpec.from_hf(BASE | EXPERTS | dict(model_type="qwen3_moe", mlp_only_layers=[1]))
 MIXTRAL = ModelSpec.from_hf(BASE | dict(model_type="mixtral", num_local_experts=4))
 GPT = ModelSpec(
-    "gpt", layers=4, hidden=24, heads=6, groups=6, head_dim=4, ffn=36, vocab=101, tied=True, qkv_bias=True, out_bias=True,
-    mlp_bias=True, gated=False, norm_bias=True, positions=32,
+    "gpt", layers=4, hidden=24, heads=6, groups=6, head_dim=4, ffn=36, vocab=101, tied=True, qkv_bias=True,
+    out_bias=True, mlp_bias=True, gated=False, norm_bias=True, positions=32,
 )  # fmt: skip
 DEEPSEEK = ModelSpec.from_hf(
     BASE

@@ -1,4 +1,4 @@
-"""Layouts: their boxes tile the logical space, each cell as often as it should; illegal ones are refused with the rule."""
+"""Layouts: their boxes tile the logical space, each cell as often as it should; illegal ones are refused by a rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def specs(draw) -> ModelSpec:
     experts = draw(st.sampled_from([0, 0, 2, 3, 6]))
     flags = {name: draw(st.booleans()) for name in ("tied", "qkv_bias", "qk_norm")}
     biased = draw(st.booleans()) and not experts
-    latent = Latent(draw(st.sampled_from([0, 6])), 4, 2, draw(st.sampled_from([2, 8])), 3) if draw(st.booleans()) else None
+    latent = (
+        Latent(draw(st.sampled_from([0, 6])), 4, 2, draw(st.sampled_from([2, 8])), 3) if draw(st.booleans()) else None
+    )
     latent = latent if experts else None
     return ModelSpec(
         "awkward",
@@ -124,7 +126,7 @@ def tiles(layout, spec: ModelSpec, kind: str, times) -> None:
         assert not cells or max(cells.values()) == 1
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(st.data())
 def test_trainers_hold_every_cell_as_often_as_they_have_replicas(data):
     spec = data.draw(specs())
@@ -213,6 +215,7 @@ def test_engines_hold_every_cell_once_in_each_instance_but_for_copied_heads(data
     assert not len(layout.pieces(spec, "master"))
 
 
+@settings(max_examples=25, deadline=None)
 @given(specs(), st.integers(1, 9))
 def test_files_and_checkpoints_hold_every_tensor_once_and_whole(spec, size):
     names = [tensor.name for tensor in spec.tensors]
@@ -332,23 +335,38 @@ SMOL, MOE = preset("smollm2-135m"), preset("qwen3-30b-a3b")
     [
         (lambda: TrainLayout(tp=0), "tp must be a positive integer, not 0"),
         (lambda: TrainLayout(pp=2.0), "pp must be a positive integer, not 2.0"),
-        (lambda: TrainLayout(tp=2, ranks=(0,)), "tp x cp x dp x pp must be the number of ranks, but that is 2 and there are 1"),
+        (
+            lambda: TrainLayout(tp=2, ranks=(0,)),
+            "tp x cp x dp x pp must be the number of ranks, but that is 2 and there are 1",
+        ),
         (lambda: TrainLayout(tp=3, ranks=(0, 1, 1)), "ranks must differ, but 1 is there 2 times"),
         (lambda: TrainLayout(tp=2, ranks=(0, -1)), "ranks must not be negative, but -1"),
-        (lambda: TrainLayout(tp=2, dp=3, ep=4), "etp x ep x pp must divide the ranks, but etp is 2, ep is 4, pp is 1, .* 6 ranks"),
+        (
+            lambda: TrainLayout(tp=2, dp=3, ep=4),
+            "etp x ep x pp must divide the ranks, but etp is 2, ep is 4, pp is 1, .* 6 ranks",
+        ),
         (lambda: TrainLayout(vpp=2), "vpp needs pp of 2 or more, but vpp is 2 and pp is 1"),
-        (lambda: TrainLayout(pp=2, pp_layers=(1, 2, 3)), "pp_layers must have an entry for each of 2 stages or of 2 .* has 3"),
-        (lambda: TrainLayout(pp=2, vpp=2, pp_layers=(4, 3)), "vpp must divide the layers of a stage, but one has 3 and vpp is 2"),
+        (
+            lambda: TrainLayout(pp=2, pp_layers=(1, 2, 3)),
+            "pp_layers must have an entry for each of 2 stages or of 2 .* has 3",
+        ),
+        (
+            lambda: TrainLayout(pp=2, vpp=2, pp_layers=(4, 3)),
+            "vpp must divide the layers of a stage, but one has 3 and vpp is 2",
+        ),
         (lambda: TrainLayout(pp=2, pp_layers=(4, -3)), r"pp_layers must be counts of layers, not \(4, -3\)"),
         (lambda: EngineLayout(tp=4, ep=3), "ep must divide tp in an engine, but tp is 4 and ep is 3"),
-        (lambda: EngineLayout(tp=2, dp=2, ranks=(1, 2)), "tp x dp must be the number of ranks, but that is 4 and there are 2"),
+        (
+            lambda: EngineLayout(tp=2, dp=2, ranks=(1, 2)),
+            "tp x dp must be the number of ranks, but that is 4 and there are 2",
+        ),
         (lambda: CheckpointLayout(0), "writers must be a positive integer, not 0"),
         (lambda: HFLayout({"a": ["x"], "b": ["x"]}), "a tensor must be in one file, but x is in a and in b"),
         (lambda: HFLayout({}), "files must name one file at least"),
         (lambda: HFLayout(["a"], ranks=(1, 2)), "there must be 1 to 1 ranks for 1 files, not 2"),
         (lambda: TrainLayout(tp=2).relabelled((1, 2, 3)), "number of ranks, but that is 2 and there are 3"),
     ],
-)  # fmt: skip
+)
 def test_layouts_that_no_model_could_have_are_refused_at_construction(make, message):
     with pytest.raises(LayoutError, match=message):
         make()
@@ -357,11 +375,11 @@ def test_layouts_that_no_model_could_have_are_refused_at_construction(make, mess
 @pytest.mark.parametrize(
     "layout, spec, message",
     [
-        (TrainLayout(tp=2), SMOL, "tp must divide the attention heads, but smollm2-135m has 9 heads and tp is 2"),
+        (TrainLayout(tp=2), SMOL, "tp must divide the attention heads, but smollm2-135m has 9 and tp is 2"),
         (
             TrainLayout(tp=4),
             dataclasses.replace(SMOL, heads=12, groups=6),
-            "tp must divide the key/value groups or be a multiple of them, but smollm2-135m has 6 groups and tp is 4",
+            r"the key/value heads \(query groups\) or be a multiple of them, but smollm2-135m has 6 and tp is 4",
         ),
         (
             TrainLayout(tp=14),
@@ -371,20 +389,32 @@ def test_layouts_that_no_model_could_have_are_refused_at_construction(make, mess
         (
             TrainLayout(tp=16),
             dataclasses.replace(SMOL, heads=16, groups=4, head_dim=1, ffn=16),
-            "tp must divide the rows of the fused query, key and value projection, but smollm2-135m has 24 and tp is 16",
+            "the rows of the fused query, key and value projection, but smollm2-135m has 24 and tp is 16",
         ),
         (
             TrainLayout(tp=9),
             dataclasses.replace(SMOL, groups=9, ffn=1600),
             "tp must divide the feed-forward width, but smollm2-135m has 1600 and tp is 9",
         ),
-        (TrainLayout(pp=4), SMOL, "pp x vpp must divide the layers unless .* has 30 layers, pp is 4 and vpp is 1"),
+        (
+            TrainLayout(pp=4),
+            SMOL,
+            "pp x vpp must divide the layers unless pp_layers is given, .* 30 layers, pp is 4 and vpp is 1",
+        ),
         (TrainLayout(pp=3, vpp=4), SMOL, "has 30 layers, pp is 3 and vpp is 4"),
-        (TrainLayout(pp=2, pp_layers=(10, 21)), SMOL, r"must sum up to the layers, .* 30 layers and \(10, 21\) sum up to 31"),
+        (
+            TrainLayout(pp=2, pp_layers=(10, 21)),
+            SMOL,
+            r"must sum up to the layers, .* 30 layers and \(10, 21\) sum up to 31",
+        ),
         (TrainLayout(dp=2, ep=2), SMOL, "ep must be 1 for a model without experts, but ep is 2"),
         (TrainLayout(tp=3, etp=1), SMOL, "etp must be tp for a model without experts, but etp is 1 and tp is 3"),
         (TrainLayout(dp=3, ep=3), MOE, "ep must divide the experts, but qwen3-30b-a3b has 128 and ep is 3"),
-        (TrainLayout(dp=5, etp=5), MOE, "etp must divide the width of an expert, but qwen3-30b-a3b has 768 and etp is 5"),
+        (
+            TrainLayout(dp=5, etp=5),
+            MOE,
+            "etp must divide the width of an expert, but qwen3-30b-a3b has 768 and etp is 5",
+        ),
         (
             TrainLayout(tp=2),
             dataclasses.replace(MOE, shared_ffn=3),
@@ -393,19 +423,27 @@ def test_layouts_that_no_model_could_have_are_refused_at_construction(make, mess
         (
             TrainLayout(),
             dataclasses.replace(SMOL, out_bias=True),
-            "Megatron has biases in all linear layers, in the query, key and value projection only, or in none",
+            "biases must be in all linear layers, in the query, key and value projection only, or in none",
         ),
-        (EngineLayout(tp=2), SMOL, "tp must divide the attention heads, but smollm2-135m has 9 heads and tp is 2"),
+        (EngineLayout(tp=2), SMOL, "tp must divide the attention heads, but smollm2-135m has 9 and tp is 2"),
         (
             EngineLayout(tp=4),
             dataclasses.replace(SMOL, heads=12, groups=6),
-            "tp must divide the key/value heads or be a multiple of them, but smollm2-135m has 6 and tp is 4",
+            r"the key/value heads \(query groups\) or be a multiple of them, but smollm2-135m has 6 and tp is 4",
         ),
-        (EngineLayout(tp=16, ep=16), dataclasses.replace(MOE, experts=24), "ep must divide the experts, .* 24 and ep is 16"),
+        (
+            EngineLayout(tp=16, ep=16),
+            dataclasses.replace(MOE, experts=24),
+            "ep must divide the experts, .* 24 and ep is 16",
+        ),
         (HFLayout({"a": ["model.norm.weight"]}), SMOL, "every tensor, but 271 of 272 are in none, such as .*embed"),
-        (HFLayout({"a": ["lm_head.weight"]}), SMOL, "tensors of the model only, but smollm2-135m has no lm_head.weight"),
+        (
+            HFLayout({"a": ["lm_head.weight"]}),
+            SMOL,
+            "tensors of the model only, but smollm2-135m has no lm_head.weight",
+        ),
     ],
-)  # fmt: skip
+)
 def test_layouts_that_do_not_fit_a_model_are_refused_with_rule_and_numbers(layout, spec, message):
     if message is None:
         assert layout.checked(spec) is layout
