@@ -6,7 +6,7 @@
 >>> flat_boxes(4, 14, (4, 6))  # elements 4..13 in row-major order: the end of row 0, row 1, the start of row 2
 [((0, 1), (4, 6)), ((1, 2), (0, 6)), ((2, 3), (0, 2))]
 
-Letters in array shapes: N pieces, A = 2 axes. A tensor of one axis has (0, 1) on the second, so that every array has both.
+Letters in array shapes: N pieces, A = 2 axes. A tensor of one axis has (0, 1) on the second: every array has both.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def collect(groups: Iterable[tuple[int, np.ndarray, np.ndarray, np.ndarray]]) ->
 
 
 def joined(tensor: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Disjoint boxes (tensor [n], lo and hi [n, A]) in order, those that continue each other along the rows made one."""
+    """Disjoint boxes (tensor [n], lo and hi [n, A]) in order, those that continue each other along the rows as one."""
     order = np.lexsort((lo[:, 1], lo[:, 0], tensor))
     tensor, lo, hi = tensor[order], lo[order], hi[order]
     starts = np.ones(len(tensor), bool)
@@ -134,7 +134,7 @@ def interval_boxes(lo_N: np.ndarray, hi_N: np.ndarray, columns_N: np.ndarray) ->
     first, last = -(-lo_N // columns_N), hi_N // columns_N
     row = lo_N // columns_N
     head_hi = np.minimum(hi_N - row * columns_N, columns_N)
-    # Start of the row that `lo` lies in, whole rows, start of the row that `hi` lies in (unless that is the first part).
+    # End of the row that `lo` lies in, whole rows, start of the row that `hi` lies in (unless that is the first part).
     filled = lo_N < hi_N
     head = filled & (first > row)
     body = filled & (first < last)

@@ -18,7 +18,7 @@ box=((16384, 32768), (0, 576)))
 >>> EngineLayout(tp=2).checked(spec)
 Traceback (most recent call last):
     ...
-dynarl.vps.layout.LayoutError: tp must divide the attention heads, but smollm2-135m has 9 heads and tp is 2
+dynarl.vps.layout.LayoutError: tp must divide the attention heads, but smollm2-135m has 9 and tp is 2
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Self
 
@@ -101,9 +101,9 @@ class Layout:
 class EngineLayout(Layout):
     """`dp` rollout instances of `tp` ranks each, as SGLang cuts them. Rank order: tp fastest.
 
-    Query heads, key/value heads (copied where there are fewer of them than ranks), feed-forward width and vocabulary are
-    cut by `tp`. Experts go to `ep` blocks of tp / ep ranks, and each expert is cut over the ranks of its block.
-    Vocabularies are padded to a multiple of `vocab_divisible_by` (made a multiple of tp if it is none).
+    Query heads, key/value heads (copied where there are fewer of them than ranks), feed-forward width and vocabulary
+    are cut by `tp`. Experts go to `ep` blocks of tp / ep ranks, and each is cut over the ranks of its block. The
+    vocabulary is padded to a multiple of `vocab_divisible_by`, and further to one of tp.
     """
 
     tp: int = 1
@@ -121,10 +121,6 @@ class EngineLayout(Layout):
 
     def _rules(self, spec: ModelSpec) -> Iterator[tuple[bool, str]]:
         yield from attention_rules(spec, self.tp)
-        yield spec.latent is not None or max(self.tp, spec.groups) % min(self.tp, spec.groups) == 0, (
-            f"tp must divide the key/value heads or be a multiple of them, "
-            f"but {spec.name} has {spec.groups} and tp is {self.tp}"
-        )
         if len(spec.moe_layers) < spec.layers:
             yield divides("tp", self.tp, "feed-forward width", spec.ffn, spec)
         yield from expert_rules(spec, self.ep, self.tp // self.ep, "tp / ep")
@@ -198,42 +194,69 @@ COLUMN_CUT = ("self_attn.o_proj", "mlp.down_proj", "mlp.fc2", "mlp.shared_expert
 
 @dataclass(frozen=True)
 class HFLayout(Layout):
-    """Whole tensors in files: a "rank" for each file. `files`: file -> names of its tensors; None: one file with all."""
+    """Whole tensors in the files of a checkpoint. Rank order: file i is with the i-th rank, and so on around.
 
-    files: Mapping[str, Sequence[str]] | None = None
+    files: {file: names of its tensors}; or names of files only, among which the tensors are dealt in their order, about
+    as many bytes to each; None: one file with all. There is a rank for each file unless `ranks` says otherwise.
+    """
+
+    files: Mapping[str, Sequence[str]] | Sequence[str] | None = None
     ranks: tuple[int, ...] | None = None
     kinds: tuple[str, ...] = ("param",)
 
     def __post_init__(self) -> None:
-        if self.files is not None:
-            items = self.files.items() if isinstance(self.files, Mapping) else self.files
-            object.__setattr__(self, "files", tuple((file, tuple(names)) for file, names in items))
-            seen: dict[str, str] = {}
-            for file, names in self.files:
-                for name in names:
-                    if name in seen:
-                        raise LayoutError(f"a tensor must be in one file, but {name} is in {seen[name]} and in {file}")
-                    seen[name] = file
-        set_ranks(self, 1 if self.files is None else len(self.files), "files")
+        files = self.files if self.files is not None else ("model.safetensors",)
+        # Kept as pairs, which can be hashed, and which are what dataclasses.replace() gives.
+        named = files.items() if isinstance(files, Mapping) else files
+        pairs = (file if isinstance(file, tuple) else (file, None) for file in named)
+        files = tuple((file, None if names is None else tuple(names)) for file, names in pairs)
+        if not files:
+            raise LayoutError("files must name one file at least")
+        seen: dict[str, str] = {}
+        for file, names in files:
+            if names is None and len(set(named is None for _, named in files)) > 1:
+                raise LayoutError(f"files must all have names of tensors or none of them, but {file} has none")
+            for name in names or ():
+                if name in seen:
+                    raise LayoutError(f"a tensor must be in one file, but {name} is in {seen[name]} and in {file}")
+                seen[name] = file
+        object.__setattr__(self, "files", files)
+        size = len(files) if self.ranks is None else len(tuple(self.ranks))
+        if not 0 < size <= len(files):
+            raise LayoutError(f"there must be 1 to {len(files)} ranks for {len(files)} files, not {size}")
+        set_ranks(self, size, "files")
+
+    def file_tensors(self, spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+        """Names of the tensors of each file, in the order of the model."""
+        self.checked(spec)
+        names = [tensor.name for tensor in spec.tensors]
+        return {
+            file: tuple(names[i] for i in tensors.tolist())
+            for (file, _), tensors in zip(self.files, self._file_tensors(spec))
+        }
 
     def _rules(self, spec: ModelSpec) -> Iterator[tuple[bool, str]]:
-        if self.files is None:
+        if self.files[0][1] is None:
             return
-        names = [name for _, part in self.files for name in part]
-        for name in names:
-            yield name in spec.index, f"files must hold tensors of the model only, but {spec.name} has no {name}"
-        missing = [name for name in spec.index if name not in set(names)] if len(names) < len(spec.tensors) else []
-        yield not missing, (
-            f"files must hold every tensor, but {len(missing)} of {len(spec.tensors)} are in none: {missing[:1]}"
-        )
+        named = {name for _, part in self.files for name in part}
+        for name in sorted(named - set(spec.index)):
+            yield False, f"files must hold tensors of the model only, but {spec.name} has no {name}"
+        missing = [name for name in spec.index if name not in named]
+        numbers = f"{len(missing)} of {len(spec.tensors)} are in none, such as {missing[:1]}"
+        yield not missing, f"files must hold every tensor, but {numbers}"
+
+    def _file_tensors(self, spec: ModelSpec) -> list[np.ndarray]:
+        if self.files[0][1] is None:
+            middle = np.cumsum(spec.sizes) - spec.sizes / 2
+            file = (middle * len(self.files) / spec.parameters).astype(np.int64)
+            return [np.nonzero(file == i)[0].astype(np.int32) for i in range(len(self.files))]
+        return [np.array(sorted(spec.index[name] for name in names), np.int32) for _, names in self.files]
 
     def _pieces(self, spec: ModelSpec, sharded_as: str, positions: Sequence[int]) -> Pieces:
-        def tensors(position: int) -> np.ndarray:
-            if self.files is None:
-                return np.arange(len(spec.tensors), dtype=np.int32)
-            return np.array(sorted(spec.index[name] for name in self.files[position][1]), np.int32)
-
-        return _whole_tensors(spec, [(self.ranks[position], tensors(position)) for position in positions])
+        files = self._file_tensors(spec)
+        return whole_tensors(
+            spec, [(self.ranks[p], np.sort(np.concatenate(files[p :: len(self.ranks)]))) for p in positions]
+        )
 
 
 @dataclass(frozen=True)
@@ -253,9 +276,7 @@ class CheckpointLayout(Layout):
 
     def _pieces(self, spec: ModelSpec, sharded_as: str, positions: Sequence[int]) -> Pieces:
         writer = _dealt(spec, self.writers)
-        return _whole_tensors(
-            spec, [(self.ranks[p], np.nonzero(writer == p)[0].astype(np.int32)) for p in positions]
-        )
+        return whole_tensors(spec, [(self.ranks[p], np.nonzero(writer == p)[0].astype(np.int32)) for p in positions])
 
 
 # ---- rules that several layouts share
@@ -290,10 +311,12 @@ def divides(degree: str, value: int, what: str, size: int, spec: ModelSpec) -> t
 
 
 def attention_rules(spec: ModelSpec, tp: int) -> Iterator[tuple[bool, str]]:
-    """The rule on query heads that trainers and engines share."""
-    yield spec.heads % tp == 0, (
-        f"tp must divide the attention heads, but {spec.name} has {spec.heads} heads and tp is {tp}"
-    )
+    """The rules on attention heads that trainers and engines share."""
+    yield divides("tp", tp, "attention heads", spec.heads, spec)
+    if not spec.latent:
+        fits = spec.groups % tp == 0 or tp % spec.groups == 0
+        numbers = f"but {spec.name} has {spec.groups} and tp is {tp}"
+        yield fits, f"tp must divide the key/value heads (query groups) or be a multiple of them, {numbers}"
 
 
 def expert_rules(spec: ModelSpec, ep: int, etp: int, etp_name: str = "etp") -> Iterator[tuple[bool, str]]:
@@ -343,5 +366,57 @@ def _dealt(spec: ModelSpec, writers: int) -> np.ndarray:
     return writer
 
 
-def _whole_tensors(spec: ModelSpec, held: Sequence[tuple[int, np.ndarray]]) -> Pieces:
-    return collect([(rank, tensors, np.zeros((len(tensors), 2), np.int64), spec.shapes[tensors]) for rank, tensors in held])
+def whole_tensors(spec: ModelSpec, held: Sequence[tuple[int, np.ndarray]]) -> Pieces:
+    """Pieces of (rank, indices of tensors that it holds whole)."""
+    zero = np.zeros((len(spec.sizes), 2), np.int64)
+    return collect((rank, tensors, zero[: len(tensors)], spec.shapes[tensors]) for rank, tensors in held)
+
+
+# ---- layouts as text
+
+
+def parse(text: str) -> Layout:
+    """A layout from text: `[kind:]name=value,...`, kind being train (the default), engine, hf or checkpoint.
+
+    Rank numbers are ranges (`ranks=0-3:8-11`), layers of pipeline stages are counts (`pp_layers=12*6:11*2`).
+
+    >>> parse("engine:tp=2,dp=2,ranks=8-11").ranks
+    (8, 9, 10, 11)
+    >>> parse("tp=2,pp=3,pp_layers=4*2:3").pp_layers
+    (4, 4, 3)
+    """
+    from dynarl.vps.train_layout import TrainLayout  # which is built on this module
+
+    layouts = {"train": TrainLayout, "engine": EngineLayout, "hf": HFLayout, "checkpoint": CheckpointLayout}
+    kind, colon, rest = text.strip().partition(":")
+    if not colon or "=" in kind:
+        kind, rest = (kind, "") if kind in layouts else ("train", text.strip())
+    if kind not in layouts:
+        raise LayoutError(f"{kind!r} in {text!r} is not one of {', '.join(layouts)}")
+    fields = {f.name: str(f.type) for f in dataclasses.fields(layouts[kind]) if f.name not in ("kinds", "shards")}
+    values = {}
+    for item in filter(None, rest.split(",")):
+        name, _, value = item.partition("=")
+        if name not in fields:
+            raise LayoutError(f"{name!r} in {text!r} is not one of {', '.join(fields)}")
+        if name in values:
+            raise LayoutError(f"{name!r} is there twice in {text!r}")
+        values[name] = _parsed(name, fields[name], value, item)
+    return layouts[kind](**values)
+
+
+def _parsed(name: str, annotation: str, value: str, item: str) -> object:
+    try:
+        if name == "ranks":
+            ends = [(part.partition("-")[0], part.rpartition("-")[2]) for part in value.split(":")]
+            return tuple(rank for first, last in ends for rank in range(int(first), int(last) + 1))
+        if name == "pp_layers":
+            counts = [(part.partition("*")[0], part.partition("*")[2] or "1") for part in value.split(":")]
+            return tuple(int(count) for count, times in counts for _ in range(int(times)))
+        if name == "files":
+            return tuple(value.split(":"))
+        if annotation == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        return int(value)
+    except (ValueError, KeyError):
+        raise LayoutError(f"{value!r} in {item!r} cannot be read as {name}") from None

@@ -1,7 +1,7 @@
-"""The local parameters of one Megatron rank, as arrays: which rows of which logical tensors lie where in which parameter.
+"""The local parameters of one Megatron rank as arrays: which rows of which logical tensors lie where in which of them.
 
-Names, shapes and order are those of megatron-core 0.19.2's local layer specs. A layer is described once for each place in
-the tensor- and expert-parallel grid, by `Template`s; a stage repeats that for its layers.
+Names, shapes and order are those of megatron-core 0.19.2's local layer specs. A layer is described once for each place
+in the tensor- and expert-parallel grid, by `Template`s; a stage repeats that for its layers.
 """
 
 from __future__ import annotations
@@ -239,9 +239,8 @@ class Section:
         ).reshape(-1, 7)
         shapes = np.array([(*t.shape, 1)[:2] for t in templates], np.int64).reshape(-1, 2)
         flags = np.array([(t.expert, t.own_bucket, t.buffer) for t in templates], bool).reshape(-1, 3)
-        return cls(
-            templates, *shapes.T, *flags.T, numbers[:, 0], numbers[:, 1], numbers[:, 2:4], numbers[:, 4:6], numbers[:, 6]
-        )
+        param, offset, lo, hi, at = (numbers[:, i] for i in (0, 1, slice(2, 4), slice(4, 6), 6))
+        return cls(templates, *shapes.T, *flags.T, param, offset, lo, hi, at)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """The logical tensors of a model: what exists, whoever holds it.
 
 They are the tensors of its Hugging Face checkpoint, by name and shape, with global numbers of layers and experts. Every
-parallel cut of Megatron or of an engine is then a range of their rows or of their columns. Tied embeddings are one tensor.
+parallel cut of Megatron or of an engine is then a range of their rows or columns. Tied embeddings are one tensor.
 
 >>> spec = preset("smollm2-135m")
 >>> spec.tensors[0]
@@ -13,7 +13,6 @@ LogicalTensor(name='model.embed_tokens.weight', shape=(49152, 576), buffer=False
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,10 +88,20 @@ class ModelSpec:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], name: str = "") -> ModelSpec:
-        """The spec of a Hugging Face config.json. Raises SpecError where its tensors are not known here."""
+        """The spec of a Hugging Face config.json. Raises SpecError where its tensors are not known here.
+
+        Layers that only predict further tokens (DeepSeek's last ones) are left out, as transformers leaves them out.
+        """
         family = config.get("model_type")
         if family not in _FAMILIES:
             raise SpecError(f"model_type {family!r} is not one of {', '.join(sorted(_FAMILIES))}")
+        try:
+            return cls._from_hf(config, family, name)
+        except KeyError as error:
+            raise SpecError(f"the config of a {family} model must have {error.args[0]}") from None
+
+    @classmethod
+    def _from_hf(cls, config: dict[str, Any], family: str, name: str) -> ModelSpec:
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         bias = bool(config.get("attention_bias"))
         sizes = dict(
@@ -111,9 +120,10 @@ class ModelSpec:
             mlp_bias=bool(config.get("mlp_bias")),
         )
         spec = cls(**(sizes | _FAMILIES[family](config, layers)))
-        for what, value in (("heads", spec.heads), ("key/value heads", spec.groups)):
-            if value < 1 or spec.heads % value:
-                raise SpecError(f"{spec.name}: {value} {what} do not divide {spec.heads} attention heads")
+        if spec.heads % spec.groups:
+            raise SpecError(f"{spec.name}: {spec.groups} key/value heads do not divide {spec.heads} attention heads")
+        if spec.latent and bias:
+            raise SpecError(f"{spec.name}: attention_bias is not supported with latent attention")
         if spec.dtype not in ITEMSIZE:
             raise SpecError(f"{spec.name}: dtype {spec.dtype!r} is not one of {', '.join(ITEMSIZE)}")
         return spec
@@ -127,10 +137,10 @@ class ModelSpec:
 
     def kind(self, name: str) -> Kind:
         """A kind by its name. Raises ValueError if it is not registered."""
-        for kind in self.kinds:
-            if kind.name == name:
-                return kind
-        raise ValueError(f"kind {name!r} is not one of {', '.join(kind.name for kind in self.kinds)}; register it first")
+        kinds = {kind.name: kind for kind in self.kinds}
+        if name not in kinds:
+            raise ValueError(f"kind {name!r} is not one of {', '.join(kinds)}; register it first")
+        return kinds[name]
 
     def itemsize(self, kind: str) -> int:
         """Bytes of one element of a kind."""
@@ -292,11 +302,17 @@ OUTPUT = "lm_head.weight"
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 
 
+def _experts(config: dict[str, Any]) -> int:
+    """Number of experts, by whichever of its names a config has it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((config[name] for name in names if config.get(name)), 0)
+
+
 def _qwen3_moe(config: dict[str, Any], layers: int) -> dict[str, Any]:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     return dict(
         qk_norm=True,
-        experts=config["num_experts"],
+        experts=_experts(config),
         expert_ffn=config["moe_intermediate_size"],
         moe_layers=frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )
@@ -304,7 +320,7 @@ def _qwen3_moe(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def _mixtral(config: dict[str, Any], layers: int) -> dict[str, Any]:
     return dict(
-        experts=config["num_local_experts"],
+        experts=_experts(config),
         expert_ffn=config["intermediate_size"],
         moe_layers=frozenset(range(layers)),
         mixtral_names=True,
@@ -315,9 +331,9 @@ def _deepseek(config: dict[str, Any], layers: int) -> dict[str, Any]:
     first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     latent = Latent(config.get("q_lora_rank") or 0, config["kv_lora_rank"], nope, rope, config["v_head_dim"])
-    experts = config.get("n_routed_experts") or 0
+    experts = _experts(config)
     return dict(
-        groups=config["num_attention_heads"],  # what is cached is the latent vector; every head has its own key and value
+        groups=config["num_attention_heads"],  # one latent vector is cached, but every head has its own key and value
         head_dim=nope + rope,
         qkv_bias=False,
         experts=experts,
@@ -364,7 +380,7 @@ def _qwen3_experts(layers: int, hidden: int, heads: int, ffn: int, expert_ffn: i
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # GPT-3 is published as a table of sizes only. The names are ours; heads of the smallest are Megatron's 16, since the
+    # GPT-3 is published as a table of sizes only. The names are ours; the smallest has Megatron's 16 heads, since the
     # table's 24 heads of 128 do not make 2048.
     "gpt3-1.3b": _gpt3(24, 2048, 16),
     "gpt3-2.7b": _gpt3(32, 2560, 32),

@@ -5,14 +5,15 @@ A parameter of a rank is a stack of row blocks of logical tensors, or a column b
     linear_qkv   for each group of the rank: its query heads | its key head | its value head
                  (with tp > groups one group is cut over several ranks, wherever the cut falls)
     linear_fc1   gate rows of the rank | up rows of the rank
-    embedding, output_layer    vocabulary rows of the rank, then padding up to the next multiple of vocab_divisible_by x tp
+    embedding, output_layer    vocabulary rows of the rank; the vocabulary is padded to a multiple of
+                 vocab_divisible_by x tp
     linear_proj, linear_fc2    columns of the rank
     norms, router, biases of row-parallel layers    whole on every rank
 
 Masters and moments are those parameters again, cut into flat intervals by ZeRO-1 (zero.py).
 
-Ranks are numbered as Megatron numbers them: tp fastest, then cp, dp, pp; for experts etp, ep, expert-dp, pp. With ep = 1
-and etp = tp experts are in the buffers of the dense parameters, else in buffers of their own.
+Ranks are numbered as Megatron numbers them: tp fastest, then cp, dp, pp; for experts etp, ep, expert-dp, pp. With
+ep = 1 and etp = tp experts are in the buffers of the dense parameters, else in buffers of their own.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ class Coordinates(NamedTuple):
 class TrainLayout(Layout):
     """The ranks of a Megatron trainer. World = tp x cp x dp x pp.
 
-    pp_layers: layers of each pipeline stage, or of each of the pp x vpp virtual stages in the order of the layers; a count
-    for each stage only is shared evenly by its vpp chunks. etp None: as tp. bucket_size, busbw_padding: as in Megatron's
-    DistributedDataParallelConfig, bucket_size None where the reduction of gradients does not overlap.
+    pp_layers: layers of each pipeline stage, or of each of the pp x vpp virtual stages in the order of the layers; a
+    count for each stage only is shared evenly by its vpp chunks. etp None: as tp. bucket_size, busbw_padding: as in
+    Megatron's DistributedDataParallelConfig; bucket_size None where the reduction of gradients does not overlap.
     """
 
     tp: int = 1
@@ -141,9 +142,9 @@ class TrainLayout(Layout):
                 f"(pp x vpp), but has {len(counts)}"
             )
         if len(counts) < self.pp * self.vpp:
-            for count in counts:
-                if count % self.vpp:
-                    raise LayoutError(f"vpp must divide the layers of a stage, but one has {count} and vpp is {self.vpp}")
+            odd = [count for count in counts if count % self.vpp]
+            if odd:
+                raise LayoutError(f"vpp must divide the layers of a stage, but one has {odd[0]} and vpp is {self.vpp}")
             counts = tuple(count // self.vpp for count in counts) * self.vpp
         object.__setattr__(self, "pp_layers", counts)
 
@@ -197,9 +198,9 @@ class TrainLayout(Layout):
         }
 
     def with_shards(self, shards: Mapping[int, Mapping[tuple[int, str], tuple[int, int]]]) -> Self:
-        """Use intervals read from live buffers ({rank: {(chunk, parameter): (lo, hi)}}) for these ranks, not the formula.
+        """Use intervals read from live buffers for these ranks: {rank: {(chunk, parameter): (lo, hi)}}.
 
-        A parameter that is not named for a named rank is one of which that rank owns nothing.
+        A parameter that is left out is one of which the rank owns nothing. Other ranks go by the formula.
         """
         for rank in shards:
             self.coordinates(rank)
@@ -209,38 +210,32 @@ class TrainLayout(Layout):
     # ---- Layout
 
     def _rules(self, spec: ModelSpec) -> Iterator[tuple[bool, str]]:
-        tp, name = self.tp, spec.name
+        tp, name, stages = self.tp, spec.name, self.pp * self.vpp
         yield from attention_rules(spec, tp)
-        if spec.latent:
-            if spec.latent.q_rank:
-                yield divides("tp", tp, "rank of the query projection", spec.latent.q_rank, spec)
-            down = spec.latent.kv_rank + spec.latent.rope_dim
-            yield divides("tp", tp, "rows of the key/value down projection", down, spec)
-        else:
-            yield spec.groups % tp == 0 or tp % spec.groups == 0, (
-                f"tp must divide the key/value groups or be a multiple of them, "
-                f"but {name} has {spec.groups} groups and tp is {tp}"
-            )
+        if not spec.latent:
             rows = (spec.heads + 2 * spec.groups) * spec.head_dim
             yield divides("tp", tp, "rows of the fused query, key and value projection", rows, spec)
+        else:
+            # Megatron's local specs cut these as well.
+            down = spec.latent.kv_rank + spec.latent.rope_dim
+            yield divides("tp", tp, "rows of the key/value down projection", down, spec)
+            yield divides("tp", tp, "rows of the query down projection", spec.latent.q_rank, spec)
         if len(spec.moe_layers) < spec.layers:
             yield divides("tp", tp, "feed-forward width", spec.ffn, spec)
-        yield from expert_rules(spec, self.ep, self.etp)
-        if not spec.experts:
-            yield self.etp == tp, f"etp must be tp for a model without experts, but etp is {self.etp} and tp is {tp}"
-        if spec.shared_ffn:
+        if spec.experts:
             yield divides("tp", tp, "width of the shared experts", spec.shared_ffn, spec)
-        stages = self.pp * self.vpp
-        if self.pp_layers is None:
-            yield spec.layers % stages == 0, (
-                f"pp x vpp must divide the layers unless pp_layers says how many each stage has, "
-                f"but {name} has {spec.layers} layers, pp is {self.pp} and vpp is {self.vpp}"
-            )
         else:
-            yield sum(self.pp_layers) == spec.layers, (
-                f"pp_layers must sum up to the layers, "
-                f"but {name} has {spec.layers} layers and {self.pp_layers} sum up to {sum(self.pp_layers)}"
-            )
+            yield self.etp == tp, f"etp must be tp for a model without experts, but etp is {self.etp} and tp is {tp}"
+        yield from expert_rules(spec, self.ep, self.etp)
+        biased = [spec.out_bias, spec.mlp_bias, spec.out_bias and not spec.qkv_bias, spec.mlp_bias and spec.experts > 0]
+        biases = "in all linear layers, in the query, key and value projection only, or in none, and in no expert"
+        yield biased in ([False] * 4, [True, True, False, False]), f"biases must be {biases}, which {name} does not fit"
+        if self.pp_layers is None:
+            numbers = f"but {name} has {spec.layers} layers, pp is {self.pp} and vpp is {self.vpp}"
+            yield spec.layers % stages == 0, f"pp x vpp must divide the layers unless pp_layers is given, {numbers}"
+        else:
+            numbers = f"but {name} has {spec.layers} layers and {self.pp_layers} sum up to {sum(self.pp_layers)}"
+            yield sum(self.pp_layers) == spec.layers, f"pp_layers must sum up to the layers, {numbers}"
 
     def _at(self, position: int) -> Coordinates:
         stage = len(self.ranks) // self.pp
@@ -270,7 +265,7 @@ class TrainLayout(Layout):
         return collect(groups)
 
     def _intervals(self, local: Table, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """(lo, hi) [P] of what a rank's optimizer owns of each parameter. A module's buffers are whole on every rank."""
+        """(lo, hi) [P] of what a rank's optimizer owns of each parameter. Buffers are whole on every rank."""
         lo, hi = np.zeros_like(local.numel), local.numel.copy()
         if not self.zero1:
             return lo, hi
@@ -293,10 +288,8 @@ class TrainLayout(Layout):
                 lo[i], hi[i] = live.get((chunk, name), (0, 0))
                 unknown.discard((chunk, name))
                 if not 0 <= lo[i] <= hi[i] <= local.numel[i]:
-                    raise LayoutError(
-                        f"an interval must lie in its parameter, but {name} of chunk {chunk} has {local.numel[i]} elements "
-                        f"and [{lo[i]}, {hi[i]}) is given"
-                    )
+                    numbers = f"{name} of chunk {chunk} has {local.numel[i]} elements and [{lo[i]}, {hi[i]}) is given"
+                    raise LayoutError(f"an interval must lie in its parameter, but {numbers}")
         if unknown:
             raise LayoutError(f"intervals must be of parameters of the rank, but it has no {sorted(unknown)[0]}")
 

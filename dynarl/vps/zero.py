@@ -1,7 +1,7 @@
 """ZeRO-1: which flat interval of each parameter a data-parallel rank owns in Megatron's distributed optimizer.
 
-Megatron-core 0.19.2 puts the parameters of a model chunk into one flat buffer (experts into a second one where they have
-their own data-parallel group), last parameter first::
+Megatron-core 0.19.2 puts the parameters of a model chunk into one flat buffer (experts into a second one where they
+have their own data-parallel group), last parameter first::
 
     | bucket 0                                       | bucket 1 ...
     | output_layer | pad | linear_fc2 | ... | pad    | embedding | pad |
@@ -49,9 +49,8 @@ def flat_buffer(
 ) -> FlatBuffer:
     """Lay out parameters of `numel` elements.
 
-    own_bucket: the word embedding and its tied copy, where the pipeline has more than one stage: each has a bucket of its
-    own. bucket_size: elements after which a bucket is closed; None: no limit (no overlap of gradient reduction, or any but
-    the first stage or chunk).
+    own_bucket: the word embedding and its tied copy, where the pipeline has more than one stage: each has a bucket of
+    its own. bucket_size: elements after which a bucket is closed; None: no limit.
     """
     divisor = math.lcm(shards, BUCKET_ALIGNMENT, BUSBW_ALIGNMENT if busbw_padding else 1)
     count = len(numel)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynarl.vps.box import collect, flat_boxes, interval_boxes, intersect, joined, subtract, volume
+from dynarl.vps.box import collect, flat_boxes, intersect, interval_boxes, joined, subtract, volume
 
 
 @st.composite
