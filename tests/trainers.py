@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from worker_harness import Handle, Harness
 
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Model, Training
+from dynarl.vps.train_layout import TrainLayout
 
 NUM_STEPS = 10
 SAMPLES_PER_STEP = 12
@@ -49,6 +51,15 @@ def recorded(seed: int = 7) -> list[list[dict]]:
     return [[sample(step, index) for index in range(SAMPLES_PER_STEP)] for step in range(NUM_STEPS)]
 
 
+def add_digests(parts) -> dict[str, int]:
+    """The sums over ranks that are to be equal on both sides of a transition."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = (total.get(key, 0) + value) % 2**64
+    return total
+
+
 def score(harness: Harness, model_dir: str, batches: list[list[dict]]) -> None:
     """Fill in old and reference log-probabilities with an inference worker at tensor-parallel size 1."""
     worker = harness.start("dynarl.roles.inference.worker", "scorer")
@@ -79,40 +90,93 @@ def together(workers: list[Handle], method: str, each: list[dict] | None = None,
     return [worker.reply(call) for worker, call in posted]
 
 
+def layout(**degrees) -> TrainLayout:
+    """A layout of the trainer with as little padding as there may be."""
+    return TrainLayout(vocab_divisible_by=1, **degrees)
+
+
+def fields(cut: TrainLayout) -> dict:
+    """A layout as a worker is told."""
+    return {field.name: getattr(cut, field.name) for field in dataclasses.fields(cut) if field.name != "shards"}
+
+
+def lease_ranks(cut: TrainLayout) -> list[tuple[int, ...]]:
+    """Ranks that do a lease together, first the one whose word counts."""
+    from dynarl.roles.training.groups import rank_lists
+
+    return rank_lists(cut)["lease"]
+
+
 class Fleet:
-    """Owners in one torch world, and borrowed replicas of the same tensor-parallel size in worlds of their own."""
+    """Owners in one layout, and borrowed replicas of the same tensor-parallel size in layouts of their own.
+
+    Worker i has rank i. dtype: of the model; cut: the owners' layout, by default all of them in replicas of `tp`.
+    """
 
     generation = 0
 
-    def __init__(self, workers: list[Handle], owners: int, model_dir: str, tp: int = 1, **training):
+    def __init__(
+        self,
+        workers: list[Handle],
+        owners: int,
+        model_dir: str,
+        tp: int = 1,
+        cut: TrainLayout | None = None,
+        dtype: str = "float32",
+        **training,
+    ):
         Fleet.generation += 1
-        self.tp, self.everyone, self.owners, self.borrowed = tp, workers, workers[:owners], workers[owners:]
-        self.replicas = [workers[i : i + tp] for i in range(0, len(workers), tp)]
+        self.everyone, self.borrowed = workers, workers[owners:]
+        self.name, self.model_dir = f"g{Fleet.generation}", model_dir
         self.config = config(tp=tp, **training)
-        settings = msgspec.to_builtins(self.config)
-        store = workers[0].call("serve_store", host="127.0.0.1")
-        common = dict(config=settings, store=store, model_dir=model_dir, version=0)
-        name = f"g{Fleet.generation}"
-        together(
-            self.owners,
-            "build",
-            [dict(rank=r) for r in range(owners)],
-            world=f"{name}-owners",
-            size=owners,
-            owner=True,
-            **common,
-        )
-        each = [dict(world=f"{name}-b{i // tp}", rank=i % tp) for i in range(len(self.borrowed))]
-        together(self.borrowed, "build", each, size=tp, owner=False, **common)
+        self.config.model.dtype = dtype
+        self.tp = tp
+        self.attempts = 0
+        self.store = workers[0].call("serve_store", host="127.0.0.1")
+        self.common = dict(config=msgspec.to_builtins(self.config), store=self.store, model_dir=model_dir)
+        self._set_layout(cut or layout(tp=tp, dp=owners // tp))
+        each = [dict(rank=rank, layout=fields(self.cut)) for rank in self.cut.ranks]
+        together(self.owners, "build", each, world=self.name, size=owners, owner=True, version=0, **self.common)
+        each = [
+            dict(rank=owners + i, layout=fields(layout(tp=tp, ranks=tuple(range(owners + i - i % tp, owners + i - i % tp + tp)))))
+            for i in range(len(self.borrowed))
+        ]
+        together(self.borrowed, "build", each, world=self.name, size=tp, owner=False, version=0, **self.common)
         if self.borrowed:
             together(
                 workers,
                 "join_reduction",
                 [dict(rank=r) for r in range(len(workers))],
-                store=store,
-                name=f"{name}-r",
+                store=self.store,
+                name=f"{self.name}-r",
                 size=len(workers),
             )
+
+    def _set_layout(self, cut: TrainLayout) -> None:
+        self.cut = cut
+        self.owners = [self.everyone[rank] for rank in cut.ranks]
+        borrowed = [self.borrowed[i : i + self.tp] for i in range(0, len(self.borrowed), self.tp)]
+        self.replicas = [[self.everyone[rank] for rank in ranks] for ranks in lease_ranks(cut)] + borrowed
+
+    def recut(self, cut: TrainLayout) -> dict:
+        """Move to another layout, as the controller does. Returns digests of both sides and bytes received by rank."""
+        ranks = sorted({*self.cut.ranks, *cut.ranks})
+        workers = [self.everyone[rank] for rank in ranks]
+        self.attempts += 1
+        name = f"try{self.attempts}"
+        together(workers, "prepare_layout", name=name, source=fields(self.cut), layout=fields(cut))
+        together(workers, "prepared", timeout_s=30.0)
+        together(workers, "reserve")
+        scalars = self.everyone[self.cut.ranks[0]].call("scalars")
+        moved = together(workers, "transfer")
+        digests = together(workers, "digests")
+        together(workers, "adopt", scalars=scalars)
+        self._set_layout(cut)
+        return {
+            "source": add_digests(each["source"] for each in digests),
+            "target": add_digests(each["target"] for each in digests),
+            "bytes": {rank: each["bytes_received"] for rank, each in zip(ranks, moved)},
+        }
 
     def step(
         self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3

@@ -14,6 +14,7 @@ from dynarl.roles.training.arch import Arch
 from dynarl.roles.training.groups import Groups
 from dynarl.roles.training.megatron import (
     GPTModel,
+    PipelineParallelLayerLayout,
     TransformerBlockSubmodules,
     TransformerConfig,
     gather_from_sequence_parallel_region,
@@ -95,7 +96,7 @@ def build_model(arch: Arch, groups: Groups, dtype: str) -> GPTModel:
         persist_layer_norm=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        pipeline_model_parallel_layout=_uneven_stages(layout),
+        pipeline_model_parallel_layout=_Stages(layout.pp_layers, groups.pp.rank()) if layout.pp_layers and layout.pp > 1 else None,
         sequence_parallel=splits_positions(arch, layout),
         bf16=dtype == "bfloat16",
         params_dtype=DTYPES[dtype],
@@ -138,11 +139,19 @@ def _experts(arch: Arch, layout: TrainLayout) -> dict:
     )
 
 
-def _uneven_stages(layout: TrainLayout) -> list[list[str]] | None:
-    if layout.pp_layers is None or layout.pp == 1:
-        return None
-    stages = [["decoder"] * count for count in layout.pp_layers]
-    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+class _Stages(PipelineParallelLayerLayout):
+    """As many layers on each stage as a layout says. Megatron asks for those of its global pipeline rank, unless told."""
+
+    def __init__(self, counts: tuple[int, ...], stage: int):
+        stages = [["decoder"] * count for count in counts]
+        super().__init__([["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]], len(counts))
+        self._stage = stage
+
+    def get_num_layers_to_build(self, *args, **kwargs) -> int:
+        return super().get_num_layers_to_build(**(kwargs | {"pp_rank": self._stage}))
+
+    def get_layer_offset(self, *args, **kwargs) -> int:
+        return super().get_layer_offset(**(kwargs | {"pp_rank": self._stage}))
 
 
 def _layers(config: TransformerConfig, groups: Groups) -> TransformerBlockSubmodules:
@@ -163,8 +172,10 @@ def _layers(config: TransformerConfig, groups: Groups) -> TransformerBlockSubmod
 def hidden_states(model: GPTModel, tokens_BS: Tensor, received_SBH: Tensor | None = None) -> Tensor:
     """What this stage makes of the stage before it (None: it is the first): [S, B, H], S / tp with split positions."""
     if model.pre_process:
-        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        received_SBH = model.embedding(input_ids=tokens_BS, position_ids=positions)
+        # Rotary positions need no embedding, and Megatron's module would ask for random numbers to drop out none.
+        received_SBH = model.embedding.word_embeddings(tokens_BS)
+        if not model.embedding.reduce_scatter_embeddings:
+            received_SBH = received_SBH.transpose(0, 1).contiguous()
     else:
         model.set_input_tensor(received_SBH)
     return model.decoder(

@@ -210,7 +210,8 @@ class TrainingWorker(Worker):
 
 def train_layout(fields: dict[str, Any]) -> TrainLayout:
     """A layout from a message: lists are tuples."""
-    return TrainLayout(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return TrainLayout(**values)
 
 
 def default_layout(config: Config, size: int) -> TrainLayout:
