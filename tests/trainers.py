@@ -108,9 +108,10 @@ def lease_ranks(cut: TrainLayout) -> list[tuple[int, ...]]:
 
 
 class Fleet:
-    """Owners in one layout, and borrowed replicas of the same tensor-parallel size in layouts of their own.
+    """Owners in one layout; the other workers are borrowed replicas of the same tensor-parallel size, or spare ones.
 
-    Worker i has rank i. dtype: of the model; cut: the owners' layout, by default all of them in replicas of `tp`.
+    Worker i has rank i. cut: the owners' layout, and those that are not in it are spare; by default the first `owners`
+    workers are owners in replicas of `tp`, and the others are borrowed. dtype: of the model.
     """
 
     generation = 0
@@ -126,37 +127,33 @@ class Fleet:
         **training,
     ):
         Fleet.generation += 1
-        self.everyone, self.borrowed = workers, workers[owners:]
-        self.name, self.model_dir = f"g{Fleet.generation}", model_dir
+        self.everyone, self.borrowed = workers, [] if cut else workers[owners:]
+        self.name, self.model_dir, self.tp, self.attempts = f"g{Fleet.generation}", model_dir, tp, 0
         self.config = config(tp=tp, **training)
         self.config.model.dtype = dtype
-        self.tp = tp
-        self.attempts = 0
-        self.store = workers[0].call("serve_store", host="127.0.0.1")
-        self.common = dict(config=msgspec.to_builtins(self.config), store=self.store, model_dir=model_dir)
+        store = workers[0].call("serve_store", host="127.0.0.1")
         self._set_layout(cut or layout(tp=tp, dp=owners // tp))
+        common = dict(config=msgspec.to_builtins(self.config), store=store, world=self.name, model_dir=model_dir)
         each = [dict(rank=rank, layout=fields(self.cut)) for rank in self.cut.ranks]
-        together(self.owners, "build", each, world=self.name, size=owners, owner=True, version=0, **self.common)
+        together(self.owners, "build", each, size=owners, owner=True, version=0, **common)
+        firsts = [owners + i - i % tp for i in range(len(self.borrowed))]
         each = [
-            dict(rank=owners + i, layout=fields(layout(tp=tp, ranks=tuple(range(owners + i - i % tp, owners + i - i % tp + tp)))))
-            for i in range(len(self.borrowed))
+            dict(rank=owners + i, layout=fields(layout(tp=tp, ranks=tuple(range(first, first + tp)))))
+            for i, first in enumerate(firsts)
         ]
-        together(self.borrowed, "build", each, world=self.name, size=tp, owner=False, version=0, **self.common)
+        together(self.borrowed, "build", each, size=tp, owner=False, version=0, **common)
+        spare = [rank for rank, worker in enumerate(workers) if worker not in self.active]
+        together([workers[rank] for rank in spare], "enter", [dict(rank=rank) for rank in spare], **common)
         if self.borrowed:
-            together(
-                workers,
-                "join_reduction",
-                [dict(rank=r) for r in range(len(workers))],
-                store=self.store,
-                name=f"{self.name}-r",
-                size=len(workers),
-            )
+            each = [dict(rank=r) for r in range(len(workers))]
+            together(workers, "join_reduction", each, store=store, name=f"{self.name}-r", size=len(workers))
 
     def _set_layout(self, cut: TrainLayout) -> None:
         self.cut = cut
         self.owners = [self.everyone[rank] for rank in cut.ranks]
         borrowed = [self.borrowed[i : i + self.tp] for i in range(0, len(self.borrowed), self.tp)]
         self.replicas = [[self.everyone[rank] for rank in ranks] for ranks in lease_ranks(cut)] + borrowed
+        self.active = [worker for replica in self.replicas for worker in replica]
 
     def recut(self, cut: TrainLayout) -> dict:
         """Move to another layout, as the controller does. Returns digests of both sides and bytes received by rank."""
@@ -182,16 +179,16 @@ class Fleet:
         self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3
     ) -> dict[str, float]:
         """leases: (replica, samples). Returns summed statistics and gradient norm; new weights go to `model_dir`."""
-        together(self.everyone, "begin", step=index, loss="grpo")
+        together(self.active, "begin", step=index, loss="grpo")
         for lease, (replica, samples) in enumerate(leases):
             together(self.replicas[replica], "train", lease=lease, samples=samples)
-        together(self.everyone, "drain")
+        together(self.active, "drain")
         total: dict[str, float] = {}
         for replica in self.replicas:
             for event in replica[0].events("trained"):
                 for key, value in event["stats"].items():
                     total[key] = total.get(key, 0.0) + value
-        for worker in self.everyone:
+        for worker in self.active:
             worker.events("trained")
         if self.borrowed:
             # One tree per tensor rank, all of them into the first replica.
