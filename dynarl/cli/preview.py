@@ -16,8 +16,8 @@ ADDRESS = "tcp://HEAD-NODE:PORT"
 
 def preview(config: Config, run: Path | None = None) -> dict[str, Any]:
     """As JSON. `run`: the run to resume; None: a new one, whose directory does not exist yet."""
-    from dynarl.controller.nodes import assign_homes
     from dynarl.controller.fleet import step_spec
+    from dynarl.controller.nodes import assign_homes
 
     resume = run is not None
     run = run or rundir.runs_root(config.run.root) / f"{config.run.name}-YYYYMMDD-HHMMSS"

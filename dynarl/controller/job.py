@@ -35,6 +35,7 @@ from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities, start_roles
+from dynarl.transport.hf import export_model
 from dynarl.transport.planning import Request, describe
 from dynarl.vps.layout import ALL_KINDS, EngineLayout, Layout
 from dynarl.vps.train_layout import TrainLayout
@@ -143,9 +144,12 @@ class Job:
             return target
         target.mkdir(exist_ok=True)
         if self.config.model.path:
-            for path in Path(self.config.model.path).iterdir():
+            given = Path(self.config.model.path)
+            if (given / "state").is_dir():  # a checkpoint of ours
+                await asyncio.to_thread(export_model, given, target)
+            for path in given.iterdir():
                 if path.is_file():
-                    shutil.copyfile(path, target / path.name)
+                    await asyncio.to_thread(shutil.copyfile, path, target / path.name)
         else:
             node, device = next(node for node, role in self.home.items() if role == "training"), 0
             await self.fleet.worker(node, "environment", 0, "save_tokenizer", dir=str(target))

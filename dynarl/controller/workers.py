@@ -15,6 +15,7 @@ from dynarl import rundir
 from dynarl.config import interpreters
 from dynarl.controller.iteration import Iteration
 from dynarl.slurm import environ
+from dynarl.transport.hf import export_model
 
 if TYPE_CHECKING:
     from dynarl.controller.job import Job
@@ -186,8 +187,11 @@ class Workers:
 
     async def keep_reference(self) -> None:
         """The reference of the KL term is the model after the warm start."""
+        await self._job.checkpoint_written()
         newest = rundir.newest_checkpoint(self._job.run_dir)
-        shutil.copytree(newest / "model", self._job.run_dir / "reference", dirs_exist_ok=True)
+        target = self._job.run_dir / "reference"
+        shutil.rmtree(target, ignore_errors=True)
+        await asyncio.to_thread(export_model, newest, target)
         await asyncio.gather(
             *(
                 self._job.fleet.worker(n, "inference", d, "ref_load", model_dir=str(self._reference_dir()))

@@ -119,7 +119,3 @@ class TransitionSide:
         endpoint, known.endpoint = known.endpoint, None
         if endpoint is not None:
             self.endpoint_done(known.request, endpoint, committed)
-
-    def forget_transitions(self) -> None:
-        """Drop all plans and mailboxes, after the layout of this worker has changed."""
-        self._known.clear()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dynarl.roles.training.shard import Shard
 from dynarl.transport.endpoint import Fragment
-from dynarl.vps.box import Box, intersect, volume, whole
+from dynarl.vps.box import Box, intersect, volume
 from dynarl.vps.digest import column_weights, row_weights
 from dynarl.vps.spec import EMBEDDING
 from dynarl.vps.train_layout import Part, Placement
@@ -81,6 +81,12 @@ class State:
             for inner, view in views:
                 view.copy_(value[_within(inner, box)])
             at += size
+
+    @torch.no_grad()
+    def put(self, kind: str, tensor: int, box: Box, value: Tensor) -> None:
+        """Write a box at the destination; a value of another type is cast."""
+        for inner, view in self._arriving(kind, tensor, box):
+            view.copy_(value[_within(inner, box)])
 
     @torch.no_grad()
     def copy_local(self, local: Iterable[Any]) -> None:

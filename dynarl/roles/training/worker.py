@@ -29,14 +29,17 @@ from dynarl.roles.training import checkpoint, megatron_cpu, torch_world
 from dynarl.roles.training.create import create_model
 from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.reduction import tree_sum
+from dynarl.roles.training.state import State
 from dynarl.roles.training.trainer import Trainer, add_stats
 from dynarl.roles.worker import Worker, main
+from dynarl.transport.planning import RankPlan, Request
+from dynarl.transport.worker_side import TransitionSide
 from dynarl.vps.digest import WEIGHTS_FILE, digest_weights
 from dynarl.vps.layout import ALL_KINDS
 from dynarl.vps.train_layout import TrainLayout
 
 
-class TrainingWorker(Worker):
+class TrainingWorker(TransitionSide, Worker):
     role = "training"
 
     def __init__(self, *args: Any):
@@ -45,6 +48,7 @@ class TrainingWorker(Worker):
         self._store: Any = None
         self._reduction: Any = None
         self._queue = LeaseQueue(self._train, self._trained)
+        self._saver: checkpoint.Saver | None = None
 
     @property
     def trainer(self) -> Trainer:
@@ -102,9 +106,20 @@ class TrainingWorker(Worker):
         """Begin to build the groups of `layout`. name: of this attempt, never used before in this world."""
         self.trainer.connect(name, train_layout(source), train_layout(layout))
 
-    def do_prepared(self, timeout_s: float) -> dict[str, int]:
+    def do_prepared(self, limit_s: float) -> dict[str, int]:
         """Bytes that `reserve` will take, beside the moments; and how many groups are kept."""
-        return {"bytes": self.trainer.prepare(timeout_s), "groups": self.trainer.world.num_groups}
+        return {"bytes": self.trainer.prepare(limit_s), "groups": self.trainer.world.num_groups}
+
+    def open_endpoint(self, request: Request, rank: int, plan: RankPlan) -> State:
+        """For transitions that agents carry out: into the next layout, or out of the present one."""
+        if request.destination["layout"] != "TrainLayout":
+            return State(self.trainer.shard, None)
+        self.trainer.allocate()
+        return self.trainer.state()
+
+    def do_verify_transition(self, key: str) -> dict[str, Any]:
+        """As `digests`, where the trainer changes its layout; else {}: what is staged has a digest of its own."""
+        return self.trainer.digests() if self.trainer.next is not None else {}
 
     def do_reserve(self) -> None:
         self.trainer.allocate()
@@ -123,6 +138,7 @@ class TrainingWorker(Worker):
     def do_adopt(self, scalars: dict[str, Any]) -> None:
         """Train in the next layout. A worker that is not in it keeps its world, and no shard."""
         self._queue = LeaseQueue(self._train, self._trained)
+        self._close_saver()
         self.trainer.adopt(scalars)
 
     def do_discard(self) -> None:
@@ -187,10 +203,22 @@ class TrainingWorker(Worker):
         return {"bytes": os.path.getsize(os.path.join(model_dir, WEIGHTS_FILE)), "digest": digest_weights(model_dir)}
 
     def do_save(self, dir: str) -> None:
-        checkpoint.save(self.trainer, dir)
+        """Copy the state of this owner and begin to write it; `saved` waits for the end of that."""
+        if self._saver is None:
+            self._saver = checkpoint.Saver(self.trainer.shard)
+        self._saver.save(dir)
+
+    def do_saved(self) -> None:
+        if self._saver is not None:
+            self._saver.saved()
+
+    def _close_saver(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+        self._saver = None
 
     def do_restore(self, dir: str) -> None:
-        checkpoint.restore(self.trainer, dir)
+        checkpoint.restore(self.trainer.shard, dir)
 
     def do_sleep(self) -> None:
         """Release the device's memory while another role uses it; nothing to release on the CPU."""
