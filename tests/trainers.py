@@ -163,11 +163,10 @@ class Fleet:
         name = f"try{self.attempts}"
         together(workers, "prepare_layout", name=name, source=fields(self.cut), layout=fields(cut))
         together(workers, "prepared", timeout_s=30.0)
-        together(workers, "reserve")
-        scalars = self.everyone[self.cut.ranks[0]].call("scalars")
+        together(workers, "reserve", scalars=self.owners[0].call("scalars"))
         moved = together(workers, "transfer")
         digests = together(workers, "digests")
-        together(workers, "adopt", scalars=scalars)
+        together(workers, "adopt")
         self._set_layout(cut)
         return {
             "source": add_digests(each["source"] for each in digests),

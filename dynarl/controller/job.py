@@ -286,6 +286,8 @@ class Job:
             num_bytes = await trainer.prepared(RECUT_TIMEOUT_S)
             phases["prepare_ms"] = 1e3 * (time.monotonic() - began)
             stopped = time.monotonic()
+            await trainer.reserve()
+            phases["allocate_ms"] = 1e3 * (time.monotonic() - stopped)
             moved = await self.transitions.carry_out(self._transition(layout, list(ALL_KINDS)), RECUT_TIMEOUT_S)
             phases |= moved.phases
             differing = compare_state(moved.digests)

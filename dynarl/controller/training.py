@@ -189,12 +189,13 @@ class Trainer:
         """Forget the next layout; the one that trains goes on."""
         await asyncio.gather(*(self._on(place, "discard") for place in self.owners), return_exceptions=True)
 
+    async def reserve(self) -> None:
+        """Take the memory of the new state; step counters and learning rate go with it."""
+        await self._on_owners("reserve", scalars=_same(await self._on_owners("scalars")))
+
     async def adopt(self, layout: TrainLayout, version: int) -> None:
         """Train in `layout` from now on; borrowed replicas are built anew to match, from staged weights."""
-        scalars = _same(await self._on_owners("scalars"))
-        await self._on_owners("adopt", scalars=scalars)
-        if (after := _same(await self._on_owners("scalars"))) != scalars:
-            raise CallError(f"step counters and learning rate are {after} after the change, they were {scalars}")
+        await self._on_owners("adopt")
         self._set_layout(layout)
         world = f"trainers-{next(self._generation)}"
         await asyncio.gather(*(self._build_replica(r, world, version) for r in self.borrowed_replicas))

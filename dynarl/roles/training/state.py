@@ -7,8 +7,9 @@
 
 Every piece is a strided view of the live storage; nothing is gathered or reordered. Beside the tensors move the scalars:
 
-    steps     of Adam, by kind of optimizer ("dense", "expert"). torch's Adam counts in a tensor per parameter, up in place,
-              so every parameter gets one of its own: a shared one would be counted up once per parameter
+    steps     of Adam, of "dense" parameters and of "expert" ones, which may have an optimizer of their own. torch's Adam
+              counts in a tensor per parameter, up in place, so every parameter gets one of its own: a shared one would be
+              counted up once per parameter
     lr        of every parameter group
 
 There is no loss scale (bfloat16 and float32 need none). Random numbers: training draws none (no dropout; weights come
@@ -180,7 +181,7 @@ class Bound:
     # ---- scalars
 
     def scalars(self) -> dict[str, Any]:
-        """{steps: {kind of optimizer: count}, lr: of the parameter groups}. Raises ValueError where parameters disagree."""
+        """{steps: {"dense": count, "expert": count}, lr: of the parameter groups}. Raises ValueError where parameters disagree."""
         steps: dict[str, int] = {}
         for name, (_, _, main, adam, which) in self._owned.items():
             count = _step_of(adam, main)
@@ -209,8 +210,8 @@ class Bound:
             )
             for param, main in (pair for models, mains in kinds for m, s in zip(models, mains) for pair in zip(m, s)):
                 span = optimizer._get_model_param_range_map(param)["param"]
-                which = "dense" if getattr(param, "allreduce", True) else "expert"
-                self._owned[names[id(param)]] = (span.start, span.end, main, adam, which)
+                name = names[id(param)]
+                self._owned[name] = (span.start, span.end, main, adam, "expert" if ".experts." in name else "dense")
                 state = adam.state[main]
                 for kind in MOMENTS:
                     if kind not in state:
@@ -225,7 +226,7 @@ class Bound:
         if kind == "param" or not layout.zero1:
             first, copies = (at.edp == 0, layout.expert_dp) if placement.expert else (at.dp == 0, layout.dp)
         if not placement.expert:
-            if layout.tp > 1 and placement.shape == tensor.shape:
+            if layout.tp > 1 and len(placement.parts) == 1 and placement.shape == tensor.shape:
                 first, copies = first and at.tp == 0, copies * layout.tp
             if layout.pp > 1 and self.spec.tied and tensor.name == EMBEDDING:
                 first, copies = first and at.pp == 0, copies * 2

@@ -11,9 +11,9 @@ To another layout, while the old one stays whole until the end::
 
     connect(layout)    groups, in the background, while training goes on; also ranks that will leave
     prepare()          model and optimizer without memory; False: this rank is not in the layout
-    allocate()         memory
-                       ... state moves (state.py, transport/) ...
-    adopt(scalars)     the next shard trains from now on, the old one is freed
+    allocate(scalars)  memory; step counters and learning rate
+                       ... tensors move (state.py, transport/) ...
+    adopt()            the next shard trains from now on, the old one is freed
     discard()          or: the next one is forgotten
 """
 
@@ -124,7 +124,7 @@ class Trainer:
             return 0
         if self.next is None:
             self.next = Shard(self.config, self.arch, groups, self.device, owner=True)
-            self._next_bytes = self.next.release()
+            self._next_bytes, self._allocated = self.next.release(), False
         return self._next_bytes
 
     def transfer(self, kinds: Sequence[str]) -> int:
@@ -136,10 +136,15 @@ class Trainer:
         positions = {rank: i for i, rank in enumerate(plan.ranks)}
         return execute(plan, self.state(), self.world.rank, self._connecting.both, positions, self.device)
 
-    def allocate(self) -> None:
-        """Give the next shard memory, zeros all of it. Raises RuntimeError where there is not enough."""
+    def allocate(self, scalars: dict[str, Any]) -> None:
+        """Give the next shard memory, zeros all of it, and what moves beside the tensors (`scalars()` of a source rank).
+
+        Raises RuntimeError where there is not enough memory.
+        """
         if self.next is not None:
             self.next.allocate()
+            Bound(self.next).set_scalars(scalars)
+            self._allocated = True
 
     def state(self) -> State:
         """The state of this rank, of the shard that trains as the source and the next one as the destination."""
@@ -155,12 +160,10 @@ class Trainer:
         sides = {"source": state.source, "target": state.target}
         return {name: {} if side is None else side.digests() for name, side in sides.items()}
 
-    def adopt(self, scalars: dict[str, Any]) -> None:
+    def adopt(self) -> None:
         """Train with the next shard from now on (a rank without one has left) and free the old one."""
-        if self._connecting is None:
-            raise RuntimeError("prepare has not been called")
-        if self.next is not None:
-            Bound(self.next).set_scalars(scalars)
+        if self._connecting is None or (self.next is not None and not self._allocated):
+            raise RuntimeError("there is nothing to adopt: prepare and allocate have not both been called")
         self._connecting.draft.keep()
         self._shard, self.next, self._connecting = self.next, None, None
         if self._shard is not None:

@@ -8,7 +8,8 @@ To another layout, between two batches; nothing of the old one is touched until 
 
     prepare_layout    on all ranks of both layouts, at any time: groups are built while training goes on
     prepared          once all have answered that: waits for the groups, builds the model without memory      (vote)
-    reserve           after the step: takes the memory                                                          (vote)
+    scalars           of any owner, after the step
+    reserve           takes the memory, and those scalars                                                       (vote)
     transfer          moves the state over torch's groups; or the agents move it (transport/)
     digests           of both sides, to be compared as sums over all ranks                                      (vote)
     adopt | discard
@@ -114,19 +115,19 @@ class TrainingWorker(TransitionSide, Worker):
         """For transitions that agents carry out: into the next layout, or out of the present one."""
         if request.destination["layout"] != "TrainLayout":
             return State(self.trainer.shard, None)
-        self.trainer.allocate()
-        return self.trainer.state()
+        return self.trainer.state()  # its memory was taken by `reserve`
 
     def do_verify_transition(self, key: str) -> dict[str, Any]:
         """As `digests`, where the trainer changes its layout; else {}: what is staged has a digest of its own."""
-        return self.trainer.digests() if self.trainer.next is not None else {}
-
-    def do_reserve(self) -> None:
-        self.trainer.allocate()
+        recut = self._transition(key).request.destination["layout"] == "TrainLayout"
+        return self.trainer.digests() if recut else {}
 
     def do_scalars(self) -> dict[str, Any]:
-        """Step counters and learning rate of an owner, for `adopt`. The same on all of them, or ValueError."""
+        """Step counters and learning rate of an owner, for `reserve`."""
         return self.trainer.scalars()
+
+    def do_reserve(self, scalars: dict[str, Any]) -> None:
+        self.trainer.allocate(scalars)
 
     def do_transfer(self) -> dict[str, int]:
         return {"bytes_received": self.trainer.transfer(ALL_KINDS)}
@@ -135,11 +136,11 @@ class TrainingWorker(TransitionSide, Worker):
         """{"source": ..., "target": ...}; see state.Bound.digests. A side that this rank has no part in is {}."""
         return self.trainer.digests()
 
-    def do_adopt(self, scalars: dict[str, Any]) -> None:
+    def do_adopt(self) -> None:
         """Train in the next layout. A worker that is not in it keeps its world, and no shard."""
         self._queue = LeaseQueue(self._train, self._trained)
         self._close_saver()
-        self.trainer.adopt(scalars)
+        self.trainer.adopt()
 
     def do_discard(self) -> None:
         self.trainer.discard()
