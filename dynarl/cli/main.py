@@ -17,6 +17,8 @@ COMMANDS = {
     "timeline": ("dynarl.cli.timeline:command", "Which node had which role when."),
     "graph": ("dynarl.cli.graph:command", "What runs where: the hypergraph of a run."),
     "cancel": ("dynarl.cli.cancel:command", "End a run in good order."),
+    "export": ("dynarl.cli.export:command", "The model of a run as a Hugging Face directory."),
+    "import": ("dynarl.cli.import_cmd:command", "A Hugging Face directory as a checkpoint."),
     "config": ("dynarl.cli.config_cmd:command", "Show and check configurations."),
     "doctor": ("dynarl.cli.doctor:command", "Check that this machine and its Slurm can run dynarl."),
     "bench": ("dynarl.cli.bench:command", "Run a benchmark."),

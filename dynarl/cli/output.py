@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -91,6 +92,21 @@ def console(stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else PIPED_WIDTH, highlight=False)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int], None]]:
+    """A running count of bytes on stderr while something long goes on; silent where that is no terminal.
+
+    Yields what to tell the bytes done since the last time.
+    """
+    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn()
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done: bar.advance(task, done)
 
 
 def fancy(console: Console) -> bool:

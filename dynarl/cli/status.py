@@ -76,6 +76,7 @@ def _lines(found: dict[str, Any], fancy: bool) -> list[tuple[str, Any]]:
         ("accuracy", _accuracy(found["eval"], arrow)),
         ("nodes", _nodes(found)),
         ("moves", _moves(found["moves"], found["iterations"])),
+        ("trainer", _trainer(found["trainer"])),
         ("samples", "{trained} trained, {lost} lost, {doubled} doubled".format(**found["samples"])),
         ("last metrics", _metrics(found["metrics"])),
         ("logs", found["logs"] or found["path"]),
@@ -138,6 +139,15 @@ def _moves(moves: dict[str, Any], iterations: int) -> str:
         text += f", median pause {pause:.0f} ms"
         text += f", into training in {moves['into_training_iterations']} of {iterations} iterations"
     return text
+
+
+def _trainer(trainer: dict[str, Any]) -> str:
+    changes = [change for change in trainer["changes"] if change["state"] == "committed"]
+    cancelled = len(trainer["changes"]) - len(changes)
+    text = trainer["layout"]
+    if changes:
+        text += f", {len(changes)} changes, the last paused {changes[-1]['pause_ms'] or 0:.0f} ms"
+    return text + (f", {cancelled} cancelled" if cancelled else "")
 
 
 def _metrics(metrics: dict[str, Any] | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dynarl.hypergraph.graph import ROLES, Epoch, Graph, Iteration, Move, Worker
+from dynarl.hypergraph.graph import ROLES, Epoch, Graph, Iteration, Move, Recut, Worker
 
 MAX_FAULTS = 100
 
@@ -101,6 +101,8 @@ def _rewind(graph: Graph, iteration: int | None) -> None:
     graph.iterations = {number: each for number, each in graph.iterations.items() if kept(number)}
     graph.evaluations = [each for each in graph.evaluations if kept(each["iteration"])]
     graph.checkpoints = [each for each in graph.checkpoints if kept(each["iteration"])]
+    # A layout that begins with an iteration is there once the iteration before it is done.
+    graph.recuts = [each for each in graph.recuts if kept(each.iteration - 1)]
     if iteration is None:
         graph.warm_start = None
 
@@ -246,6 +248,22 @@ def _checkpoint_saved(graph: Graph, r: Record) -> None:
     graph.checkpoints.append({"t": r["t"], "iteration": r["iteration"], "path": r.get("path")})
 
 
+# The trainer's layout
+
+
+def _layout_committed(graph: Graph, r: Record) -> None:
+    graph.recuts.append(
+        Recut(
+            r["iteration"], r["layout"], "committed", r["t"],
+            pause_ms=r.get("pause_ms"), num_bytes=r.get("bytes"), phases=r.get("phases") or {},
+        )
+    )
+
+
+def _layout_cancelled(graph: Graph, r: Record) -> None:
+    graph.recuts.append(Recut(r["iteration"], r["layout"], "cancelled", r["t"], reason=r.get("reason")))
+
+
 _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "run_started": _run_started,
     "step_launched": _step_launched,
@@ -262,4 +280,6 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "warm_start_done": _warm_start_done,
     "evaluated": _evaluated,
     "checkpoint_saved": _checkpoint_saved,
+    "layout_committed": _layout_committed,
+    "layout_cancelled": _layout_cancelled,
 }

@@ -74,6 +74,20 @@ class Iteration:
 
 
 @dataclass
+class Recut:
+    """A change of the trainer's layout at the start of an iteration. `state`: committed or cancelled."""
+
+    iteration: int
+    layout: str
+    state: str
+    t: float
+    reason: str | None = None
+    pause_ms: float | None = None
+    num_bytes: int | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class Worker:
     """One role process. `state`: up or died."""
 
@@ -116,6 +130,7 @@ class Graph:
 
     iterations: dict[int, Iteration] = field(default_factory=dict)
     samples: SampleCount = field(default_factory=SampleCount)
+    recuts: list[Recut] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     warm_start: dict[str, Any] | None = None
@@ -131,6 +146,12 @@ class Graph:
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """A value of the job's configuration as the journal has it."""
         return (self.config.get(section) or {}).get(key, default)
+
+    @property
+    def layout(self) -> str:
+        """Degrees of the trainer's layout, as `tp=2,pp=1`."""
+        committed = [recut.layout for recut in self.recuts if recut.state == "committed"]
+        return committed[-1] if committed else f"tp={self.setting('training', 'tp', 1)},pp={self.setting('training', 'pp', 1)}"
 
     @property
     def devices_per_node(self) -> int:

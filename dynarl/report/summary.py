@@ -37,6 +37,10 @@ def summary(view: RunView, state: State, now: float) -> dict[str, Any]:
         "epoch": graph.epoch,
         "eval": evaluation(graph),
         "moves": moves(graph),
+        "trainer": {
+            "layout": graph.layout,
+            "changes": [vars(recut) for recut in graph.recuts],
+        },
         "samples": {"trained": tally.trained, "lost": tally.lost, "doubled": tally.doubled},
         "workers": {"up": sum(w.state == "up" for w in graph.workers.values()), "deaths": graph.deaths},
         "checkpoint": graph.checkpoints[-1] if graph.checkpoints else None,

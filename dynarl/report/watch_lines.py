@@ -76,6 +76,8 @@ _TEXTS: dict[str, Callable[[Record], str | None]] = {
     "evaluated": lambda r: f"accuracy ({r['when']}): {_percent(r.get('accuracy'))} of {r.get('size')} held-out",
     "epoch_cancelled": lambda r: f"move cancelled: {r.get('reason')}",
     "worker_died": lambda r: f"died: {r['role']} worker {r['device']} on {r['node']}: {r.get('status')}",
+    "layout_committed": lambda r: f"trainer in layout {r['layout']}: paused {r.get('pause_ms') or 0:.0f} ms",
+    "layout_cancelled": lambda r: f"trainer stays as it is, not {r['layout']}: {r.get('reason')}",
     "checkpoint_saved": lambda r: f"checkpoint after iteration {r['iteration']}",
     "resumed": lambda r: f"goes on after iteration {r['iteration']}",
     "run_ended": lambda r: f"ended: {r['state']}" + (f" ({r['reason']})" if r.get("reason") else ""),
