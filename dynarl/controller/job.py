@@ -12,6 +12,7 @@ import logging
 import math
 import shutil
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 # A failed call comes before the report of the death that caused it.
 DEATH_NOTICE_S = 0.3
 RECUT_TIMEOUT_S = 300.0
+# A layout that was cancelled so often, at the start of as many iterations, is not tried again.
+RECUT_ATTEMPTS = 3
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Job:
         self.may: dict[str, frozenset[str]] = {}
         self.offers = self.may  # roles that a node may be given; without training where no replica fits
         self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
-        self._refused: set[int] = set()  # iterations whose layout was cancelled
+        self._refused: Counter[TrainLayout] = Counter()  # how often a layout was cancelled
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
         self._resume_from, self._first_epoch = resume_from, first_epoch
         self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
@@ -270,7 +273,7 @@ class Job:
         """Change the trainer's layout, if another one begins with iteration `number`; and begin to build the one that
         begins after it. Cancelled, the old layout goes on: nothing of it is touched before the new one is verified."""
         layout = self.trainer.layout_of(degrees.at(self.config.training, number))
-        if layout != self.trainer.layout and number not in self._refused:
+        if layout != self.trainer.layout and self._refused[layout] < RECUT_ATTEMPTS:
             await self._recut(number, layout)
         following = self.trainer.layout_of(degrees.at(self.config.training, number + 1))
         if following != self.trainer.layout:
@@ -280,6 +283,7 @@ class Job:
     async def _recut(self, number: int, layout: TrainLayout) -> None:
         text, began, trainer = str(degrees.at(self.config.training, number)), time.monotonic(), self.trainer
         phases: dict[str, float] = {}
+        self.journal.append("layout_proposed", iteration=number, layout=text)
         try:
             if self._prepared != layout:
                 await trainer.prepare(layout)
@@ -297,7 +301,7 @@ class Job:
         except (wire.CallError, TimeoutError) as error:
             await trainer.discard()
             self._prepared = None
-            self._refused.add(number)
+            self._refused[layout] += 1
             self.journal.append("layout_cancelled", iteration=number, layout=text, reason=str(error), durable=True)
             log.warning("the trainer stays as it is: %s", error)
             return

@@ -1,0 +1,63 @@
+"""The trainer of a job changes its layout while the job runs, and survives what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from job_harness import JobRun, kill
+
+from dynarl import rundir
+from dynarl.hypergraph.fold import fold
+from dynarl.transport.files import CheckpointReader
+from dynarl.transport.hf import export_model, read_spec
+
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
+
+TWO_DEVICES = ("cluster.devices_per_node=2", "model.heads=4", "model.kv_heads=2", "model.layers=2", "policy.dwell_s=0.0")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def accounting(job: JobRun) -> dict[str, int]:
+    return asdict(fold(job.records()).samples.tally())
+
+
+def test_a_trainer_changes_tp_pp_and_dp_between_iterations(minislurm, runs):
+    job = JobRun.submit(
+        minislurm(nodes=2), runs, *TWO_DEVICES, "run.iterations=6", "checkpoint.every=2", "training.tp=2",
+        'training.layouts={2: "pp=2", 4: "tp=1", 6: "tp=2"}')
+    assert job.wait()["state"] == "completed", job.story()
+    committed = job.records("layout_committed")
+    assert [(r["iteration"], r["layout"]) for r in committed] == [(2, "tp=1,pp=2"), (4, "tp=1,pp=1"), (6, "tp=2,pp=1")]
+    assert not job.records("layout_cancelled") and all(r["pause_ms"] > 0 for r in committed)
+    assert accounting(job) == {"trained": 6 * 16, "lost": 0, "doubled": 0}
+    # Borrowed replicas follow: nodes still move into training in the new layouts.
+    last = committed[-1]["seq"]
+    assert any(m["target"] == "training" for r in job.records("epoch_committed") if r["seq"] > last for m in r["moves"])
+    # Each was written by another layout; all have the same state in them, every step counted once.
+    spec = read_spec(job.run / "model")
+    for path in rundir.checkpoints(job.run):
+        progress = json.loads((path / "progress.json").read_text())
+        scalars = CheckpointReader(path / "state", spec).scalars
+        assert {count for each in scalars.values() for count in each["steps"].values()} == {progress["step"] + 4}  # of the warm start
+        export_model(path, runs / path.name)
+
+
+def test_an_owner_that_dies_while_the_layout_changes_costs_a_step_back_and_not_the_job(minislurm, runs):
+    job = JobRun.submit(
+        minislurm(nodes=2), runs, *TWO_DEVICES, "run.iterations=100000", "cluster.time=0:30:00", "checkpoint.every=1",
+        'training.layouts={3: "tp=2"}')
+    job.until(lambda: job.records("layout_proposed"), 150, "the layout is about to change")
+    kill(job.worker_pids("training", "n1")[0])
+    resumed = job.until(lambda: job.records("resumed"), 150, "the trainer has resumed")[0]
+    job.until(lambda: [r for r in job.records("step_committed") if r["seq"] > resumed["seq"] and r["iteration"] >= 5], 150, "more iterations")
+    assert len(job.records("step_launched")) == 1, "the step has to live on"
+    assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
+    job.cluster.run(["scancel", job.job_id])
