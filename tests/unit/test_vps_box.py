@@ -55,13 +55,13 @@ def test_many_intervals_at_once_are_as_one_by_one(cases):
 
 
 def test_boxes_that_continue_each_other_along_the_rows_become_one():
-    tensor = np.array([3, 1, 1, 1, 1])
-    lo = np.array([[4, 0], [2, 0], [0, 0], [4, 1], [6, 1]])
-    hi = np.array([[6, 5], [4, 5], [2, 5], [6, 5], [7, 5]])
+    tensor = np.array([3, 1, 1, 1, 1, 3])
+    lo = np.array([[4, 0], [2, 0], [0, 0], [4, 1], [6, 1], [7, 0]])
+    hi = np.array([[6, 5], [4, 5], [2, 5], [6, 5], [7, 5], [8, 5]])
     tensor, lo, hi = joined(tensor, lo, hi)
-    assert tensor.tolist() == [1, 1, 3]
-    assert lo.tolist() == [[0, 0], [4, 1], [4, 0]]
-    assert hi.tolist() == [[4, 5], [7, 5], [6, 5]]
+    assert tensor.tolist() == [1, 1, 3, 3]
+    assert lo.tolist() == [[0, 0], [4, 1], [4, 0], [7, 0]]
+    assert hi.tolist() == [[4, 5], [7, 5], [6, 5], [8, 5]]
 
 
 def test_pieces_are_sorted_by_tensor_then_rank_and_know_their_boxes():

@@ -271,6 +271,7 @@ def test_vocabulary_padding_depends_on_tp_and_belongs_to_no_part():
         return placement.shape, [part.box[0] for part in placement.parts]
 
     assert embedding(TrainLayout(), 0) == ((384, 576), [(0, 300)])
+    assert [TrainLayout(tp=tp).padded_vocab(spec) for tp in (1, 3, 9)] == [384, 384, 1152]
     assert embedding(TrainLayout(tp=3), 2) == ((128, 576), [(256, 300)])
     assert embedding(TrainLayout(tp=9), 3) == ((128, 576), [])
     assert embedding(TrainLayout(tp=9, vocab_divisible_by=1), 3) == ((34, 576), [(102, 136)])
