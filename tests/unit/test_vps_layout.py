@@ -267,6 +267,20 @@ def test_gate_and_up_are_cut_each_and_lie_one_below_the_other():
     ]
 
 
+def test_experts_have_local_numbers_in_parameters_and_global_ones_in_tensors():
+    spec = dataclasses.replace(preset("qwen3-30b-a3b"), layers=2, moe_layers=frozenset([1]))
+    layout = TrainLayout(tp=2, dp=4, ep=4).checked(spec)
+    assert (layout.coordinates(5).etp, layout.coordinates(5).ep) == (1, 2)
+    placements = {placement.parameter: placement for placement in layout.placements(spec, 5)}
+    fc1 = placements["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
+    assert fc1.expert and not placements["decoder.layers.1.mlp.router.weight"].expert
+    assert [(spec.tensors[p.tensor].name, p.box[0], p.at) for p in fc1.parts] == [
+        ("model.layers.1.mlp.experts.67.gate_proj.weight", (384, 768), (0, 0)),
+        ("model.layers.1.mlp.experts.67.up_proj.weight", (384, 768), (384, 0)),
+    ]
+    assert "decoder.layers.1.mlp.experts.local_experts.32.linear_fc1.weight" not in placements
+
+
 def test_vocabulary_padding_depends_on_tp_and_belongs_to_no_part():
     spec = dataclasses.replace(preset("smollm2-135m"), vocab=300, groups=9, ffn=900)
 
