@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -523,6 +526,11 @@ def test_layouts_are_read_from_text(text, layout):
 def test_text_that_is_no_layout_is_refused_with_the_piece_that_is_wrong(text, message):
     with pytest.raises(LayoutError, match=message):
         parse(text)
+
+
+def test_no_layout_needs_torch():
+    script = "import sys, dynarl.vps.train_layout, dynarl.vps.layout; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_a_large_model_on_256_ranks_takes_well_under_a_second_and_one_rank_a_moment():
