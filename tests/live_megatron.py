@@ -1,21 +1,24 @@
 """What Megatron itself builds on each rank of a layout, without starting the ranks. For tests; a program of its own:
 
-    echo '[{"spec": {...}, "layout": {...}}, ...]' | python tests/live_megatron.py > answers.json
+    echo '[{"spec": {...}, "layout": {...}}, {"model_dir": "...", "tokens": [[...]]}]' | python tests/live_megatron.py
 
 Megatron's process groups, models, DDP buffers and distributed optimizers are made for one rank after the other in this
-process, over torch's "fake" process groups, which know their ranks but move nothing. The answer to each case is a list
+process, over torch's "fake" process groups, which know their ranks but move nothing. The answer to a layout is a list
 with an entry for each rank: parameters and buffers of each model chunk with their shapes, in the order of registration,
-where each parameter lies in its flat buffer, and which elements of it this rank's optimizer owns.
+where each parameter lies in its flat buffer, and which elements of it this rank's optimizer owns. The answer to a model
+directory is the logits of the model, filled from it by its placements on one rank.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dynarl.roles.training.megatron import (
@@ -28,6 +31,7 @@ from dynarl.roles.training.megatron import (
     get_megatron_optimizer,
 )
 from dynarl.roles.training.megatron_cpu import host_tensors
+from dynarl.roles.training.model import CausalAttention
 from dynarl.vps.spec import Kind, Latent, ModelSpec
 from dynarl.vps.train_layout import TrainLayout
 
@@ -42,6 +46,9 @@ def main() -> None:
     pretend()
     answers = []
     for case in json.load(sys.stdin):
+        if "model_dir" in case:
+            answers.append(logits(Path(case["model_dir"]), case["tokens"]))
+            continue
         spec = case["spec"] | {"moe_layers": frozenset(case["spec"]["moe_layers"])}
         spec["latent"] = Latent(*spec["latent"]) if spec["latent"] else None
         spec["extra_kinds"] = tuple(Kind(*kind) for kind in spec["extra_kinds"])
@@ -51,15 +58,49 @@ def main() -> None:
 
 
 def pretend() -> None:
-    """Answer what the fake groups cannot, and what megatron_cpu leaves to CUDA: moving a tensor, making a stream."""
+    """Answer what the fake groups cannot, and what megatron_cpu leaves to CUDA: moving a tensor, streams."""
     dist.all_gather_object = lambda out, value, group=None: out.__setitem__(slice(None), [value] * len(out))
     if not torch.cuda.is_available():
         torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
-        torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: None
+        torch.cuda.Stream = torch.cuda.Event = Stream
+        torch.cuda.current_stream = Stream
 
 
-def build(spec: ModelSpec, layout: TrainLayout, rank: int) -> dict:
-    """Everything of one rank."""
+class Stream:
+    """In the place of a CUDA stream or event: everything is done when it returns."""
+
+    def __init__(self, *args, **kwargs) -> None: ...
+
+    def __getattr__(self, name: str):
+        return Stream
+
+
+def logits(directory: Path, tokens: list[list[int]]) -> list:
+    """Logits of a Hugging Face checkpoint, computed by Megatron."""
+    settings = json.loads((directory / "config.json").read_text())
+    spec, layout = ModelSpec.from_hf(settings), TrainLayout(vocab_divisible_by=1)
+    groups = process_groups(layout, 0)
+    config = transformer_config(
+        spec, layout, bf16=False, layernorm_epsilon=settings["rms_norm_eps"], attention_dropout=0.0
+    )
+    model = chunk_model(spec, layout, config, groups, 0, attention=CausalAttention).float().eval()
+    state, tensors = model.state_dict(keep_vars=True), load_file(directory / "model.safetensors")
+    with torch.no_grad():
+        for placement in layout.placements(spec, 0):
+            local = state[placement.parameter]
+            for part in placement.parts:
+                value = tensors[spec.tensors[part.tensor].name][tuple(slice(*side) for side in part.box)]
+                where = tuple(slice(at, at + size) for at, size in zip(part.at, value.shape, strict=True))
+                local[where] = value
+        tokens = torch.tensor(tokens)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        answer = model(tokens, positions, None)
+    forget()
+    return answer.tolist()
+
+
+def process_groups(layout: TrainLayout, rank: int) -> ProcessGroupCollection:
+    """Megatron's groups of one rank."""
     dist.init_process_group("fake", rank=rank, world_size=len(layout.ranks), store=FakeStore())
     parallel_state.destroy_global_memory_buffer()  # megatron_cpu.install() made one
     parallel_state.initialize_model_parallel(
@@ -71,7 +112,18 @@ def build(spec: ModelSpec, layout: TrainLayout, rank: int) -> dict:
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
     )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def forget() -> None:
+    """Take down the groups again."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def build(spec: ModelSpec, layout: TrainLayout, rank: int) -> dict:
+    """Everything of one rank."""
+    groups = process_groups(layout, rank)
     config = transformer_config(spec, layout)
     models = [chunk_model(spec, layout, config, groups, chunk) for chunk in range(layout.vpp)]
     with host_tensors():
@@ -118,20 +170,24 @@ def build(spec: ModelSpec, layout: TrainLayout, rank: int) -> dict:
                 for bucket in buckets:
                     for param, where in bucket["param_map"].items():
                         answer["owned"].append((*names[id(param)], where["param"].start, where["param"].end))
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    forget()
     return answer
 
 
 class NoAttention(torch.nn.Module):
-    """In the place of the attention kernel, which has no parameters."""
+    """In the place of the attention kernel, which has no parameters; Megatron's own refuses context parallelism."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__()
 
 
 def chunk_model(
-    spec: ModelSpec, layout: TrainLayout, config: TransformerConfig, groups: ProcessGroupCollection, chunk: int
+    spec: ModelSpec,
+    layout: TrainLayout,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    chunk: int,
+    attention: type = NoAttention,
 ) -> GPTModel:
     """One model chunk of the current rank."""
     stage = groups.pp.rank()
@@ -144,8 +200,7 @@ def chunk_model(
         pp_rank=stage,
     )
     for layer in block.layer_specs:
-        # Megatron's own refuses context parallelism.
-        layer.submodules.self_attention.submodules.core_attention = NoAttention
+        layer.submodules.self_attention.submodules.core_attention = attention
     model = GPTModel(
         config,
         block,
@@ -158,10 +213,10 @@ def chunk_model(
         pg_collection=groups,
         vp_stage=vp_stage,
     )
-    return model.to(torch.bfloat16)
+    return model.to(config.params_dtype)
 
 
-def transformer_config(spec: ModelSpec, layout: TrainLayout) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, layout: TrainLayout, bf16: bool = True, **more) -> TransformerConfig:
     """Megatron's config of a model under a layout."""
     settings = dict(
         num_layers=spec.layers,
@@ -189,9 +244,10 @@ def transformer_config(spec: ModelSpec, layout: TrainLayout) -> TransformerConfi
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        bf16=True,
-        params_dtype=torch.bfloat16,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16,
+        **more,
     )
     if layout.pp_layers:
         stages = [["decoder"] * count for count in layout.pp_layers]

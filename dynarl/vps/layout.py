@@ -102,8 +102,9 @@ class EngineLayout(Layout):
     """`dp` rollout instances of `tp` ranks each, as SGLang cuts them. Rank order: tp fastest.
 
     Query heads, key/value heads (copied where there are fewer of them than ranks), feed-forward width and vocabulary
-    are cut by `tp`. Experts go to `ep` blocks of tp / ep ranks, and each is cut over the ranks of its block. The
-    vocabulary is padded to a multiple of `vocab_divisible_by`, and further to one of tp.
+    are cut by `tp`. Experts go to `ep` blocks of tp / ep ranks, and each is cut over the ranks of its block; with ep
+    above tp, experts are whole and the blocks are the ranks of ep / tp instances, which share them. The vocabulary is
+    padded to a multiple of `vocab_divisible_by`, and further to one of tp.
     """
 
     tp: int = 1
@@ -115,31 +116,31 @@ class EngineLayout(Layout):
 
     def __post_init__(self) -> None:
         check_degrees(self, ("tp", "dp", "ep", "vocab_divisible_by"))
-        if self.tp % self.ep:
-            raise LayoutError(f"ep must divide tp in an engine, but tp is {self.tp} and ep is {self.ep}")
+        if self.tp % self.ep and (self.ep % self.tp or self.tp * self.dp % self.ep):
+            numbers = f"but tp is {self.tp}, dp is {self.dp} and ep is {self.ep}"
+            raise LayoutError(f"ep must divide tp in an engine, or be a multiple of it that divides tp x dp, {numbers}")
         set_ranks(self, self.tp * self.dp, "tp x dp")
 
     def _rules(self, spec: ModelSpec) -> Iterator[tuple[bool, str]]:
         yield from attention_rules(spec, self.tp)
         if len(spec.moe_layers) < spec.layers:
             yield divides("tp", self.tp, "feed-forward width", spec.ffn, spec)
-        yield from expert_rules(spec, self.ep, self.tp // self.ep, "tp / ep")
+        yield from expert_rules(spec, self.ep, self._expert_tp, "tp / ep")
         if spec.shared_ffn:
             yield divides("tp", self.tp, "width of the shared experts", spec.shared_ffn, spec)
 
     def _pieces(self, spec: ModelSpec, sharded_as: str, positions: Sequence[int]) -> Pieces:
-        shards: dict[int, tuple[np.ndarray, ...]] = {}
-        groups = []
-        for position in positions:
-            t = position % self.tp
-            if t not in shards:
-                shards[t] = self._shard(spec, t)
-            groups.append((self.ranks[position], *shards[t]))
-        return collect(groups)
+        width = max(self.tp, self.ep) if spec.experts else self.tp
+        shards = {place: self._shard(spec, place) for place in {position % width for position in positions}}
+        return collect((self.ranks[position], *shards[position % width]) for position in positions)
 
-    def _shard(self, spec: ModelSpec, t: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tensor, lo, hi) of what rank t of an instance holds."""
-        shapes = spec.shapes
+    @property
+    def _expert_tp(self) -> int:
+        return max(1, self.tp // self.ep)
+
+    def _shard(self, spec: ModelSpec, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tensor, lo, hi) of what the rank at a place of one or more instances that share their experts holds."""
+        shapes, t = spec.shapes, place % self.tp
         lo, hi = np.zeros_like(shapes), shapes.copy()
         kept = np.ones(len(shapes), bool)
         rows = padded(padded(spec.vocab, self.vocab_divisible_by), self.tp) // self.tp
@@ -151,25 +152,24 @@ class EngineLayout(Layout):
         for moe in (False, True):
             layers = np.array([layer for layer in range(spec.layers) if (layer in spec.moe_layers) == moe], np.int64)
             if len(layers):
-                cut = self._layer_cut(spec, moe, t)
+                cut = self._layer_cut(spec, moe, place)
                 at = starts[layers][:, None] + np.arange(len(cut[0]))
                 kept[at], lo[at], hi[at] = cut
         tensor = np.nonzero(kept)[0].astype(np.int32)
         return tensor, lo[tensor], hi[tensor]
 
-    def _layer_cut(self, spec: ModelSpec, moe: bool, t: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _layer_cut(self, spec: ModelSpec, moe: bool, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(kept, lo, hi) of every tensor of one layer."""
         parts = spec.layer_tensors(moe)
         kept = np.ones(len(parts), bool)
         lo, hi = np.zeros((len(parts), 2), np.int64), np.array([(*shape, 1)[:2] for _, shape in parts], np.int64)
-        block, inner = t // (self.tp // self.ep), t % (self.tp // self.ep)
-        per_block = spec.experts // self.ep
+        t, etp, per_block = place % self.tp, self._expert_tp, spec.experts // self.ep
         for i, (name, shape) in enumerate(parts):
             if ".experts." in name:
                 expert = int(name.split(".experts.")[1].split(".")[0])
-                kept[i] = expert // per_block == block
+                kept[i] = expert // per_block == place // etp
                 axis = int("down_proj" in name or ".w2." in name)
-                lo[i, axis], hi[i, axis] = share(shape[axis], self.tp // self.ep, inner)
+                lo[i, axis], hi[i, axis] = share(shape[axis], etp, place % etp)
             elif name.startswith(("self_attn.k_proj", "self_attn.v_proj")):
                 copies = max(1, self.tp // spec.groups)
                 lo[i, 0], hi[i, 0] = share(shape[0], self.tp // copies, t // copies)

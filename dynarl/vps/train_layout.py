@@ -158,7 +158,7 @@ class TrainLayout(Layout):
     @property
     def expert_buffers(self) -> bool:
         """Whether experts have flat buffers and an optimizer of their own."""
-        return self.ep > 1 or self.etp != self.tp
+        return self._cut.expert_buffers
 
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a physical rank. Raises LayoutError if it has none."""
@@ -250,10 +250,13 @@ class TrainLayout(Layout):
             edp=expert // self.ep % self.expert_dp,
         )
 
+    @property
+    def _cut(self) -> Cut:
+        return Cut(self.tp, self.ep, self.etp, self.pp, self.vocab_divisible_by)
+
     def _table(self, spec: ModelSpec, at: Coordinates) -> Table:
-        cut = Cut(self.tp, self.ep, self.etp, self.pp, self.vocab_divisible_by)
         chunks = tuple(self.stage_layers(spec, at.pp))
-        return table(spec, cut, chunks, at.pp == 0, at.pp == self.pp - 1, Place(at.tp, at.etp, at.ep))
+        return table(spec, self._cut, chunks, at.pp == 0, at.pp == self.pp - 1, Place(at.tp, at.etp, at.ep))
 
     def _pieces(self, spec: ModelSpec, sharded_as: str, positions: Sequence[int]) -> Pieces:
         groups = []

@@ -43,22 +43,19 @@ GPT = ModelSpec(
     "gpt", layers=4, hidden=24, heads=6, groups=6, head_dim=4, ffn=36, vocab=101, tied=True, qkv_bias=True,
     out_bias=True, mlp_bias=True, gated=False, norm_bias=True, positions=32,
 )  # fmt: skip
-DEEPSEEK = ModelSpec.from_hf(
-    BASE
-    | dict(
-        model_type="deepseek_v3",
-        num_key_value_heads=6,
-        n_routed_experts=6,
-        moe_intermediate_size=20,
-        n_shared_experts=2,
-        first_k_dense_replace=1,
-        q_lora_rank=12,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-    )
+LATENT = dict(
+    num_key_value_heads=6,
+    n_routed_experts=6,
+    moe_intermediate_size=20,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    q_lora_rank=12,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
 )
+DEEPSEEK = ModelSpec.from_hf(BASE | LATENT | dict(model_type="deepseek_v3"))
 
 CASES = {
     "llama alone": (LLAMA, dict()),
@@ -87,6 +84,28 @@ CASES = {
     "deepseek": (DEEPSEEK, dict(tp=2, pp=2, dp=3, ep=3)),
 }
 
+# Of transformers, for models that are computed with.
+SIZES = BASE | dict(
+    num_experts=6,
+    num_local_experts=6,
+    n_routed_experts=6,
+    moe_intermediate_size=20,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    initializer_range=0.3,
+    max_position_embeddings=64,
+    rope_theta=10000.0,
+    sliding_window=None,
+)
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": dict(tie_word_embeddings=True),
+    "Mixtral": {},
+    "Qwen3Moe": dict(mlp_only_layers=[1]),
+    "DeepseekV3": LATENT | dict(n_group=1, topk_group=1, routed_scaling_factor=1.0),
+}
+
 
 @pytest.fixture(scope="module")
 def live() -> dict[str, list[dict]]:
@@ -95,16 +114,21 @@ def live() -> dict[str, list[dict]]:
     for spec, layout in CASES.values():
         numbers = dataclasses.asdict(spec) | {"moe_layers": sorted(spec.moe_layers), "latent": spec.latent}
         cases.append({"spec": numbers, "layout": layout})
+    return dict(zip(CASES, ask(cases)))
+
+
+def ask(cases: list[dict]) -> list:
+    """Answers of Megatron, in a process that nothing else is imported into."""
     answer = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "live_megatron.py")],
         input=json.dumps(cases),
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-        timeout=600,
+        timeout=1200,
     )
     assert answer.returncode == 0
-    return dict(zip(CASES, json.loads(answer.stdout)))
+    return json.loads(answer.stdout)
 
 
 def case(name: str) -> tuple[ModelSpec, TrainLayout]:
@@ -150,3 +174,32 @@ def test_intervals_are_those_of_the_distributed_optimizer(live, name):
         theirs = {(chunk, parameter): (lo, hi) for chunk, parameter, lo, hi in built["owned"]}
         assert len(theirs) == len(built["owned"])
         assert layout.shard_intervals(spec, rank) == theirs, (rank, layout.coordinates(rank))
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory) -> dict[str, tuple]:
+    """(Megatron's, transformers') logits of a small random model of each family."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    torch.manual_seed(5)
+    cases, theirs = [], []
+    for family, settings in FAMILIES.items():
+        config = getattr(transformers, f"{family}Config")(**(SIZES | settings))
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        tokens = torch.randint(0, config.vocab_size, (2, 16))
+        with torch.no_grad():
+            for value in (*model.parameters(), *(b for name, b in model.named_buffers() if "correction" in name)):
+                if value.dim() == 1:  # norms begin as ones, biases as zeros
+                    value += torch.randn_like(value) * 0.2
+            theirs.append(model(tokens).logits)
+        directory = tmp_path_factory.mktemp(family)
+        model.save_pretrained(directory)
+        cases.append({"model_dir": str(directory), "tokens": tokens.tolist()})
+    return dict(zip(FAMILIES, zip(map(torch.tensor, ask(cases)), theirs, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_filled_by_its_placements_computes_what_transformers_computes(logits, family):
+    torch = pytest.importorskip("torch")
+    mine, theirs = logits[family]
+    assert theirs.std() > 0.5
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)

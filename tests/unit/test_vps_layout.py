@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,9 @@ from dynarl.vps.layout import CheckpointLayout, EngineLayout, HFLayout, LayoutEr
 from dynarl.vps.spec import Latent, ModelSpec, preset
 from dynarl.vps.train_layout import TrainLayout
 
+RELAXED = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 KINDS = ("param", "master", "exp_avg", "exp_avg_sq")
 REPLICATED = ("norm.weight", "norm.bias", "layernorm.weight", "layernorm.bias", "o_proj.bias", "down_proj.bias")
 REPLICATED += ("fc2.bias", "mlp.gate.weight", "e_score_correction_bias", "embed_positions.weight")
@@ -126,7 +132,7 @@ def tiles(layout, spec: ModelSpec, kind: str, times) -> None:
         assert not cells or max(cells.values()) == 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@RELAXED
 @given(st.data())
 def test_trainers_hold_every_cell_as_often_as_they_have_replicas(data):
     spec = data.draw(specs())
@@ -152,7 +158,7 @@ def test_trainers_hold_every_cell_as_often_as_they_have_replicas(data):
         tiles(layout, spec, kind, shards)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@RELAXED
 @given(st.data())
 def test_placements_and_intervals_say_the_same_as_pieces(data):
     spec = data.draw(specs())
@@ -191,13 +197,14 @@ def test_placements_and_intervals_say_the_same_as_pieces(data):
         assert cells == expected
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@RELAXED
 @given(st.data())
 def test_engines_hold_every_cell_once_in_each_instance_but_for_copied_heads(data):
     spec = data.draw(specs())
     tp = data.draw(st.sampled_from([tp for tp in range(1, 13) if spec.heads % tp == 0]))
-    ep = data.draw(st.sampled_from([ep for ep in range(1, 13) if tp % ep == 0]))
-    dp = data.draw(st.integers(1, 3))
+    dp = data.draw(st.integers(1, 4))
+    wider = [ep for ep in range(tp, tp * dp + 1, tp) if tp * dp % ep == 0]
+    ep = data.draw(st.sampled_from([ep for ep in range(1, 13) if tp % ep == 0] + wider)) if spec.experts else 1
     layout = EngineLayout(tp, dp, ep, vocab_divisible_by=data.draw(st.sampled_from([1, 8, 64])))
     try:
         layout.checked(spec)
@@ -209,13 +216,13 @@ def test_engines_hold_every_cell_once_in_each_instance_but_for_copied_heads(data
             return tp * dp
         if ("k_proj" in name or "v_proj" in name) and "experts" not in name:
             return dp * max(1, tp // spec.groups)
-        return dp
+        return tp * dp // max(tp, ep) if ".experts." in name else dp
 
     tiles(layout, spec, "param", times)
     assert not len(layout.pieces(spec, "master"))
 
 
-@settings(max_examples=25, deadline=None)
+@RELAXED
 @given(specs(), st.integers(1, 9))
 def test_files_and_checkpoints_hold_every_tensor_once_and_whole(spec, size):
     names = [tensor.name for tensor in spec.tensors]
@@ -263,6 +270,20 @@ def test_gate_and_up_are_cut_each_and_lie_one_below_the_other():
     ]
 
 
+def test_experts_have_local_numbers_in_parameters_and_global_ones_in_tensors():
+    spec = dataclasses.replace(preset("qwen3-30b-a3b"), layers=2, moe_layers=frozenset([1]))
+    layout = TrainLayout(tp=2, dp=4, ep=4).checked(spec)
+    assert (layout.coordinates(5).etp, layout.coordinates(5).ep) == (1, 2)
+    placements = {placement.parameter: placement for placement in layout.placements(spec, 5)}
+    fc1 = placements["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
+    assert fc1.expert and not placements["decoder.layers.1.mlp.router.weight"].expert
+    assert [(spec.tensors[p.tensor].name, p.box[0], p.at) for p in fc1.parts] == [
+        ("model.layers.1.mlp.experts.67.gate_proj.weight", (384, 768), (0, 0)),
+        ("model.layers.1.mlp.experts.67.up_proj.weight", (384, 768), (384, 0)),
+    ]
+    assert "decoder.layers.1.mlp.experts.local_experts.32.linear_fc1.weight" not in placements
+
+
 def test_vocabulary_padding_depends_on_tp_and_belongs_to_no_part():
     spec = dataclasses.replace(preset("smollm2-135m"), vocab=300, groups=9, ffn=900)
 
@@ -271,6 +292,7 @@ def test_vocabulary_padding_depends_on_tp_and_belongs_to_no_part():
         return placement.shape, [part.box[0] for part in placement.parts]
 
     assert embedding(TrainLayout(), 0) == ((384, 576), [(0, 300)])
+    assert [TrainLayout(tp=tp).padded_vocab(spec) for tp in (1, 3, 9)] == [384, 384, 1152]
     assert embedding(TrainLayout(tp=3), 2) == ((128, 576), [(256, 300)])
     assert embedding(TrainLayout(tp=9), 3) == ((128, 576), [])
     assert embedding(TrainLayout(tp=9, vocab_divisible_by=1), 3) == ((34, 576), [(102, 136)])
@@ -355,7 +377,10 @@ SMOL, MOE = preset("smollm2-135m"), preset("qwen3-30b-a3b")
             "vpp must divide the layers of a stage, but one has 3 and vpp is 2",
         ),
         (lambda: TrainLayout(pp=2, pp_layers=(4, -3)), r"pp_layers must be counts of layers, not \(4, -3\)"),
-        (lambda: EngineLayout(tp=4, ep=3), "ep must divide tp in an engine, but tp is 4 and ep is 3"),
+        (
+            lambda: EngineLayout(tp=4, ep=3),
+            "ep must divide tp in an engine, or be .* tp x dp, but tp is 4, dp is 1 and ep is 3",
+        ),
         (
             lambda: EngineLayout(tp=2, dp=2, ranks=(1, 2)),
             "tp x dp must be the number of ranks, but that is 4 and there are 2",
@@ -501,6 +526,11 @@ def test_layouts_are_read_from_text(text, layout):
 def test_text_that_is_no_layout_is_refused_with_the_piece_that_is_wrong(text, message):
     with pytest.raises(LayoutError, match=message):
         parse(text)
+
+
+def test_no_layout_needs_torch():
+    script = "import sys, dynarl.vps.train_layout, dynarl.vps.layout; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_a_large_model_on_256_ranks_takes_well_under_a_second_and_one_rank_a_moment():

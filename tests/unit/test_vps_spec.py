@@ -96,7 +96,7 @@ def test_index_arithmetic_agrees_with_the_list_of_tensors(name):
         for suffix, offset in spec.layer_offsets[layer in spec.moe_layers].items():
             assert spec.tensors[start + offset].name == f"model.layers.{layer}.{suffix}"
     assert spec.tensors[int(spec.layer_starts[-1])].name == "model.norm.weight"
-    assert len(spec.index) == len(spec.tensors)
+    assert [spec.index[tensor.name] for tensor in spec.tensors] == list(range(len(spec.tensors)))
 
 
 @pytest.mark.parametrize(
