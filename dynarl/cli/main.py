@@ -21,6 +21,7 @@ COMMANDS = {
     "import": ("dynarl.cli.import_cmd:command", "A Hugging Face directory as a checkpoint."),
     "config": ("dynarl.cli.config_cmd:command", "Show and check configurations."),
     "doctor": ("dynarl.cli.doctor:command", "Check that this machine and its Slurm can run dynarl."),
+    "vps": ("dynarl.cli.vps:command", "What it takes to move a model to another parallel layout."),
     "bench": ("dynarl.cli.bench:command", "Run a benchmark."),
 }
 

@@ -1,8 +1,8 @@
 """A plan executed in one process: what the transports do between processes, on dictionaries of arrays.
 
-The reference for what a plan means, and the way in which tests compare its promises with what happens. Memory is counted in
-elements: destination as it is filled, source until it is released, staging while messages are in flight. (Real memory behaves
-so where it is touched as it is filled and given back in pages.)
+The reference for what a plan means, and the way in which tests compare its promises with what happens. Memory is
+counted in elements: destination as it is filled, source until it is released, staging while messages are in flight.
+(Real memory behaves so where it is touched as it is filled and given back in pages.)
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def run(plan: Plan, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tupl
     source = {rank: Store(names.indexed(buffers.get(rank, {}))) for rank in plan.ranks}
     target = {rank: Store(_empty(plan, rank)) for rank in plan.ranks}
     live, peak = dict(plan.source_bytes), dict(plan.source_bytes)
-    dtype = next((a.dtype for s in source.values() for (_, kind), v in s.pieces.items() if kind == "param" for _, a in v), None)
+    dtype = next(
+        (a.dtype for s in source.values() for (_, kind), v in s.pieces.items() if kind == "param" for _, a in v), None
+    )
 
     def grow(rank: int, nbytes: int, staged: int = 0) -> None:
         live[rank] += nbytes
@@ -93,7 +95,9 @@ def run(plan: Plan, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tupl
             for fragment in step.keep:
                 target[rank].write(fragment, fetch(rank, fragment))
                 grow(rank, size([fragment]))
-        exchanges = sorted(((e.round, rank, e) for rank, step in now for e in step.exchanges), key=lambda item: item[:2])
+        exchanges = sorted(
+            ((e.round, rank, e) for rank, step in now for e in step.exchanges), key=lambda item: item[:2]
+        )
         for _, pairs in itertools.groupby(exchanges, key=lambda item: item[0]):
             pairs = [(rank, exchange) for _, rank, exchange in pairs]
             packed = {rank: [fetch(rank, f) for f in exchange.out] for rank, exchange in pairs}
@@ -114,7 +118,8 @@ def run(plan: Plan, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tupl
 def cast(master: np.ndarray, dtype: np.dtype | None, name: str) -> np.ndarray:
     """A parameter from its master. dtype: of parameters in memory (None: unknown); name: what they stand for.
 
-    numpy has no bfloat16: where parameters are kept as 16-bit integers, these are its bits, rounded to nearest, ties to even.
+    numpy has no bfloat16: where parameters are kept as 16-bit integers, these are its bits, rounded to nearest, ties
+    to even.
 
     >>> [hex(x) for x in cast(np.array([1.0, -2.5, 3.1415926], np.float32), None, "bfloat16")]
     ['0x3f80', '0xc020', '0x4049']
@@ -151,7 +156,9 @@ class _Names:
             self.by = self.tensors
         self.index = {name: i for i, name in enumerate(self.by)}
 
-    def indexed(self, held: Mapping[tuple[Any, str], Sequence[tuple[Box, np.ndarray]]]) -> dict[tuple[int, str], Stored]:
+    def indexed(
+        self, held: Mapping[tuple[Any, str], Sequence[tuple[Box, np.ndarray]]]
+    ) -> dict[tuple[int, str], Stored]:
         return {(self.index[tensor], kind): list(stored) for (tensor, kind), stored in held.items()}
 
     def named(self, pieces: Mapping[tuple[int, str], Stored]) -> dict[tuple[Any, str], Stored]:

@@ -1,19 +1,19 @@
 """The plan of a transition from one layout to another: who keeps, sends, receives and derives what, and when.
 
-    need(rank)  = what its destination holds, less what it holds at the source, less bf16 parameters of which it will hold
-                  the fp32 master (they are cast from it on arrival)
+    need(rank)  = what its destination holds, less what it holds at the source, less bf16 parameters of which it
+                  will hold the fp32 master (they are cast from it on arrival)
     fragments   = need, cut at the boundaries of source boxes and of chunks; each has holders and receivers   overlap.py
     routes      = who sends a fragment to whom; scarce ones are passed on by their receivers                  routes.py
     chunks      = what moves at a time, so that memory stays bounded                                          chunks.py
     rounds      = which pairs exchange when                                                                   rounds.py
 
-A plan is a sequence of steps. In step s chunk s goes from its holders to its first receivers, while chunks s - 1 and s - 2
-are passed on; then the source of chunk s is released. Each step is a closed exchange of `len(plan.ranks)` rounds, numbered
-through over all steps.
+A plan is a sequence of steps. In step s chunk s goes from its holders to its first receivers, while the two chunks
+before it are passed on; then the source of chunk s is released. Each step is a closed exchange of `len(plan.ranks)`
+rounds, numbered through over all steps.
 
-Everything about a tensor follows from who holds and needs that tensor, from the sizes of the model and from the degrees, so
-a rank that computes its own part only (`plan_for_rank`) comes to the same as everybody else. `digest` says whether all planned
-from the same facts; `agreement` says whether what one rank will send is what the others expect.
+Everything about a tensor follows from who holds and needs that tensor, from the sizes of the model and from the
+degrees, so a rank that computes its own part only (`plan_for_rank`) comes to the same as everybody else. `digest` says
+whether all planned from the same facts; `agreement` says whether what one rank will send is what the others expect.
 
 >>> from dynarl.vps.layout import EngineLayout
 >>> from dynarl.vps.spec import preset
@@ -21,7 +21,7 @@ from the same facts; `agreement` says whether what one rank will send is what th
 >>> plan.bytes_received, plan.bytes_received == plan.lower_bound
 ({0: 0, 1: 89723520, 2: 89723520}, True)
 >>> [(e.round, e.peer, len(e.out), len(e.into)) for e in plan.transfers(1)]
-[(1, 0, 0, 272)]
+[(2, 0, 0, 272)]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -65,8 +65,8 @@ class Fragment(NamedTuple):
 class Exchange(NamedTuple):
     """What a rank does with one peer in one round: both directions at once, each one message.
 
-    A message is its fragments in this order, each row-major, nothing between them. A fragment that this rank does not hold
-    at the source is passed on: it arrived in an earlier step.
+    A message is its fragments in this order, each row-major, nothing between them. A fragment that this rank does not
+    hold at the source is passed on: it arrived in an earlier step.
     """
 
     round: int
@@ -76,8 +76,9 @@ class Exchange(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a rank does by itself in a step. keep: its own source (or `held` copy) becomes destination. derive: cast from the
-    master, which has arrived by the end of that step."""
+    """What a rank does by itself in a step. keep: its own source (or `held` copy) becomes destination. derive: cast
+    from the master, which has arrived by the end of that step.
+    """
 
     how: Literal["keep", "derive"]
     step: int
@@ -162,7 +163,7 @@ class Moves:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A transition. Of `plan_for_rank`, the per-rank figures are those of that rank only."""
 
@@ -176,9 +177,14 @@ class Plan:
     num_chunks: int
     moves: tuple[Moves, ...]
     digest: str
+    held: Mapping[str, Pieces]
+    ranks_per_node: int
     links: float | Mapping[int, float] | None = None
     bytes_saved_by_relabelling: int = 0
     seconds_to_plan: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.digest[:8]}: {self.spec.name}, {'+'.join(self.kinds)}, {len(self.planned)} ranks>"
 
     # ---- figures
 
@@ -202,6 +208,16 @@ class Plan:
         return self._per_rank(total)
 
     @cached_property
+    def kept_bytes(self) -> dict[int, int]:
+        """By rank: of its destination, what it holds already."""
+        return self._per_rank(self._sum((m.kept.rank, m.kept.elements * m.width) for m in self.moves))
+
+    @cached_property
+    def derived_bytes(self) -> dict[int, int]:
+        """By rank: of its destination, what it casts from masters."""
+        return self._per_rank(self._sum((m.derived.rank, m.derived.elements * m.width) for m in self.moves))
+
+    @cached_property
     def source_bytes(self) -> dict[int, int]:
         """By rank, of the kinds that move."""
         return self._per_rank(self._sum((m.released.rank, m.released.elements * m.width) for m in self.moves))
@@ -213,7 +229,7 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> dict[int, int]:
-        """By rank: source not yet released, destination, and staging for the messages of two rounds, at the worst moment.
+        """By rank, at the worst moment: source not yet released, destination, staging for the messages of two rounds.
 
         Copies given as `held` are not counted.
         """
@@ -257,7 +273,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float | None:
-        """Estimated time of the exchange at the speeds of `links`, every rank as fast as its partners allow; None: no links."""
+        """Estimated time of the exchange at the speeds of `links`; None: no links are given."""
         return None if self.links is None else simulate(*self._messages, self.links)
 
     @cached_property
@@ -275,24 +291,30 @@ class Plan:
             return self.seconds_to_plan
         busiest = max(self.planned, key=lambda rank: self.bytes_received[rank] + self.bytes_sent[rank])
         began = time.perf_counter()
-        plan_for_rank(self.spec, self.src, self.dst, busiest, **self._inputs)
+        _Planner(
+            self.spec, self.src, self.dst, self.kinds, self.budget_bytes, self.held, self.ranks_per_node, only=busiest
+        ).plan(relabel=False)
         return time.perf_counter() - began
 
     @cached_property
     def imbalance(self) -> float:
-        """Bytes sent by the rank that sends most, against the mean of those that send anything."""
-        sent = [nbytes for nbytes in self.bytes_sent.values() if nbytes]
-        return max(sent) * len(sent) / sum(sent) if sent else 1.0
+        """Bytes sent by the rank that sends most, against the mean of those that have something to send or pass on."""
+        sent = [nbytes for rank, nbytes in self.bytes_sent.items() if nbytes or self.source_bytes[rank]]
+        return max(sent) * len(sent) / sum(sent) if any(sent) else 1.0
 
     def agreement(self, rank: int) -> int:
-        """A number mod 2**64 of what this rank sends and expects; over all ranks they add up to 0 where both ends agree."""
+        """A number mod 2**64 of what this rank sends and expects; over all ranks they add up to 0 where both ends
+        agree.
+        """
         total = 0
         for m in (moves.of_rank(rank) for moves in self.moves):
             columns = (m.round, m.sender, m.sent.rank, m.sent.tensor, *m.sent.lo.T, *m.sent.hi.T)
-            row = np.full(len(m.sender), int.from_bytes(hashlib.sha256(repr(m.kinds).encode()).digest()[:8], "little"), np.uint64)
+            seed = int.from_bytes(hashlib.sha256(repr(m.kinds).encode()).digest()[:8], "little")
+            row = np.full(len(m.sender), seed, np.uint64)
             for column in columns:
                 row = _mix(row ^ column.astype(np.uint64))
-            total += int(row[m.sender == rank].sum(dtype=np.uint64)) - int(row[m.sent.rank == rank].sum(dtype=np.uint64))
+            sent, expected = (int(row[side == rank].sum(dtype=np.uint64)) for side in (m.sender, m.sent.rank))
+            total += sent - expected
         return total % 2**64
 
     def traffic(self) -> np.ndarray:
@@ -309,8 +331,9 @@ class Plan:
         return (exchange for step in self.steps(rank) for exchange in step.exchanges)
 
     def local(self, rank: int) -> Iterator[Local]:
-        """What a rank does by itself, in order. What neither is local nor arrives is padding, which has no logical address:
-        an executor fills it with zeros."""
+        """What a rank does by itself, in order. What neither is local nor arrives is padding, which has no logical
+        address: an executor fills it with zeros.
+        """
         for step in self.steps(rank):
             yield from (Local("keep", step.number, fragment) for fragment in step.keep)
             yield from (Local("derive", step.number, fragment) for fragment in step.derive)
@@ -352,17 +375,14 @@ class Plan:
                 yield from (fragment for _, fragment in self._fragments(kind, m.destination))
 
     def apply(self, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tuple[Box, np.ndarray]]]]) -> dict:
-        """Execute the plan in this process: {rank: {(tensor, kind): [(box, array), ...]}} of the source, and of `held`, to the
-        same form at the destination. Tensors may be named by LogicalTensor, name or index."""
+        """Execute the plan in this process: {rank: {(tensor, kind): [(box, array), ...]}} of the source, and of
+        `held`, to the same form at the destination. Tensors may be named by LogicalTensor, name or index.
+        """
         from dynarl.vps.execute import run
 
         return run(self, buffers).buffers
 
     # ---- inside
-
-    @cached_property
-    def _inputs(self) -> dict[str, Any]:
-        return {}
 
     @cached_property
     def _messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -430,8 +450,8 @@ def plan_transition(
     """The plan of all ranks.
 
     kinds: what moves; param, master, exp_avg, exp_avg_sq or registered extras.
-    relabel: let the ranks of `dst` change places where that saves bytes; with `ranks_per_node` only nodes as a whole and ranks
-        within a node, so that a group inside one node stays inside one.
+    relabel: let the ranks of `dst` change places where that saves bytes; with `ranks_per_node` only nodes as a whole
+        and ranks within a node, so that a group inside one node stays inside one.
     budget_bytes: what the move may need beyond the larger of a rank's two states; default 1 GiB.
     held: pieces that ranks hold besides the source and keep, by kind (a rollout engine's parameters).
     links: bytes per second of every rank, or of each, for `Plan.seconds`.
@@ -442,9 +462,7 @@ def plan_transition(
     began = time.perf_counter()
     planner = _Planner(spec, src, dst, kinds, budget_bytes, held, ranks_per_node)
     plan = planner.plan(relabel=relabel)
-    plan = replace(plan, links=links, seconds_to_plan=time.perf_counter() - began)
-    plan.__dict__["_inputs"] = dict(kinds=kinds, budget_bytes=budget_bytes, held=held, ranks_per_node=ranks_per_node)
-    return plan
+    return replace(plan, links=links, seconds_to_plan=time.perf_counter() - began)
 
 
 def plan_for_rank(
@@ -461,7 +479,7 @@ def plan_for_rank(
 ) -> Plan:
     """One rank's part of `plan_transition(..., relabel=False)`, from the tensors only that it has or will have.
 
-    Relabelling looks at everybody's overlaps: whoever decides on the transition does it once and hands `plan.dst` to all.
+    Relabelling looks at everybody's overlaps: whoever decides on the transition does it once and hands on `plan.dst`.
     """
     began = time.perf_counter()
     plan = _Planner(spec, src, dst, kinds, budget_bytes, held, ranks_per_node, only=rank).plan(relabel=False)
@@ -517,9 +535,20 @@ class _Planner:
         if self.only is not None:
             moves, planned = tuple(m.of_rank(self.only) for m in moves), (self.only,)
         return Plan(
-            self.spec, self.src, dst, self.kinds, self.ranks, planned, self.budget, chunks.count, moves,
-            self.digest(dst), bytes_saved_by_relabelling=saved,
-        )  # fmt: skip
+            spec=self.spec,
+            src=self.src,
+            dst=dst,
+            kinds=self.kinds,
+            ranks=self.ranks,
+            planned=planned,
+            budget_bytes=self.budget,
+            num_chunks=chunks.count,
+            moves=moves,
+            digest=self.digest(dst),
+            held=self.held,
+            ranks_per_node=self.ranks_per_node,
+            bytes_saved_by_relabelling=saved,
+        )
 
     # ---- sizes
 
@@ -557,8 +586,8 @@ class _Planner:
         """Mask of the tensors that a rank has or will have."""
         mine = np.zeros(len(self.spec.sizes), bool)
         for kind in (kinds[0] for kinds in self.groups()):
-            for pieces in (*(layout.pieces(self.spec, kind, [rank]) for layout in (self.src, self.dst)),):
-                mine[pieces.tensor] = True
+            for layout in (self.src, self.dst):
+                mine[layout.pieces(self.spec, kind, [rank]).tensor] = True
             if kind in self.held:
                 mine[self.held[kind].of_rank(rank).tensor] = True
         return mine
@@ -643,14 +672,15 @@ class _Planner:
     def digest(self, dst: Layout) -> str:
         """Of everything that the plan follows from; computed without planning, and the same on every rank."""
         state = hashlib.sha256()
-        facts = (VERSION, self.src, dst, self.kinds, self.budget, self.ranks_per_node, self.ranks)
+        layouts = (_description(self.src), _description(dst))
+        facts = (VERSION, layouts, self.kinds, self.budget, self.ranks_per_node, self.ranks)
         state.update(repr(facts).encode())
         state.update(repr([(kind, self.spec.kind(kind)) for kind in self.kinds]).encode())
         state.update(_names_and_shapes(self.spec))
         for kind in sorted(self.held):
             pieces = self.held[kind]
-            for array, dtype in ((pieces.rank, np.int64), (pieces.tensor, np.int64), (pieces.lo, np.int64), (pieces.hi, np.int64)):
-                state.update(kind.encode() + np.ascontiguousarray(array, dtype).tobytes())
+            for array in (pieces.rank, pieces.tensor, pieces.lo, pieces.hi):
+                state.update(kind.encode() + np.ascontiguousarray(array, np.int64).tobytes())
         return state.hexdigest()[:32]
 
 
@@ -715,6 +745,17 @@ def _holders(layout: Layout, spec: ModelSpec, tensors: np.ndarray) -> Sequence[i
         if (outside and stage in (0, pp - 1)) or per_layer[layers].any():
             ranks += layout.ranks[stage * size : (stage + 1) * size]
     return ranks
+
+
+def _description(layout: Layout) -> list[Any]:
+    """A layout in text that is the same in every process."""
+    values = [type(layout).__name__]
+    for each in fields(layout):
+        name, value = each.name, getattr(layout, each.name)
+        if name == "shards" and value is not None:
+            value = sorted((position, sorted(parts.items())) for position, parts in value.by_position.items())
+        values.append((name, value))
+    return values
 
 
 @lru_cache(maxsize=8)

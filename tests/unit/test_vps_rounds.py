@@ -27,8 +27,8 @@ def test_every_round_is_a_matching_and_every_pair_meets_once(n):
 def rendezvous(todo, rng):
     """Run operations [(round, peer), ...] of every rank in order; an exchange needs both sides at the same time.
 
-    Returns how many exchanges took place before everybody was done or nobody could go on. Ranks reach their next operation
-    after random delays.
+    Returns how many exchanges took place before everybody was done or nobody could go on. Ranks reach their next
+    operation after random delays.
     """
     ready = [(rng.random(), rank) for rank in todo]
     heapq.heapify(ready)
@@ -49,13 +49,14 @@ def rendezvous(todo, rng):
     return done
 
 
-@settings(max_examples=30, deadline=None)
-@given(pairs((1, 2, 3, 5, 6, 8, 12, 17)), st.sampled_from(KINDS), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+@given(pairs((1, 2, 3, 5, 8, 12)), st.sampled_from(KINDS), st.randoms(use_true_random=False))
 def test_no_rank_waits_for_what_its_peer_does_not_post(pair, kinds, rng):
     spec, src, dst = pair
     plan = plan_transition(spec, src, dst, kinds=kinds, budget_bytes=400_000, ranks_per_node=rng.choice([None, 4]))
     todo = {rank: [(e.round, e.peer) for e in plan.transfers(rank)] for rank in plan.ranks}
-    assert all(rounds == sorted({r for r, _ in rounds}) for rounds in ([r for r, _ in ops] for ops in todo.values()))
+    for rounds in ([r for r, _ in operations] for operations in todo.values()):
+        assert rounds == sorted(set(rounds))
     assert rendezvous(todo, rng) == sum(map(len, todo.values())) / 2
 
 
@@ -85,7 +86,7 @@ def test_two_ranks_that_disagree_on_the_order_would_wait_for_ever():
     assert rendezvous({0: [(0, 1), (1, 2)], 1: [(0, 2), (1, 0)], 2: [(0, 0), (1, 1)]}, random.Random(0)) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(pairs((2, 3, 6, 8, 12)), st.sampled_from(KINDS))
 def test_every_round_of_a_plan_is_a_matching_and_has_what_the_ranks_do(pair, kinds):
     spec, src, dst = pair
@@ -100,9 +101,10 @@ def test_every_round_of_a_plan_is_a_matching_and_has_what_the_ranks_do(pair, kin
             assert partners.setdefault(sender, receiver) == receiver and partners.setdefault(receiver, sender) == sender
             sent[sender] += nbytes
     assert sent == plan.bytes_sent
-    for rank in plan.ranks:
-        for round_, peer, out, into in plan.transfers(rank):
-            (back,) = (e for e in plan.transfers(peer) if e.round == round_)
+    todo = {rank: {e.round: e for e in plan.transfers(rank)} for rank in plan.ranks}
+    for rank, exchanges in todo.items():
+        for round_, peer, out, into in exchanges.values():
+            back = todo[peer][round_]
             assert (back.peer, back.into, back.out) == (rank, out, into)
 
 
