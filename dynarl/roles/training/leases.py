@@ -46,10 +46,6 @@ class LeaseQueue:
         self._cancelled.update(given_back)
         return given_back
 
-    @property
-    def is_empty(self) -> bool:
-        return self._lease is None and not self._waiting
-
     def work(self, cap_tokens: int, group: dist.ProcessGroup | None, whole: bool = False) -> bool:
         """Run one micro-batch, or all of a lease. Returns whether there is more to do. group: who does a lease together."""
         if self._lease is None and not self._start_next(cap_tokens, group):

@@ -161,22 +161,32 @@ class Bound:
         step             of the step counters, parameter by parameter; and step/replicas
         """
         total: dict[str, int] = {}
-        for tensor, parts in self._parts.items():
-            name = self.spec.tensors[tensor].name
-            for part, placement in parts:
-                for kind in self.kinds:
-                    views = list(self._part_views(kind, placement.parameter, part, part.box))
-                    counted = {kind: sum(digest_view(name, box, view) for box, view in views)}
-                    if kind == "master" and views:
-                        _, _, main, adam, _ = self._owned[placement.parameter]
-                        cells = sum(volume(box) for box, _ in views)
-                        counted["step"] = cells * _step_of(adam, main) * int(row_weights(name, 0, 1)[0])
-                    first, copies = self._copies(kind, part, placement)
-                    for key, value in counted.items():
-                        total[key] = total.get(key, 0) + (value if first else 0)
-                        others = f"{key}/replicas"
-                        total[others] = total.get(others, 0) + (value * (copies - 1) if first else -value)
+        for kind in self.kinds:
+            for tensor, box, view, (first, copies) in self.pieces(kind):
+                name = self.spec.tensors[tensor].name
+                counted = {kind: digest_view(name, box, view)}
+                if kind == "master":
+                    counted["step"] = volume(box) * self.steps_of(tensor, box) * int(row_weights(name, 0, 1)[0])
+                for key, value in counted.items():
+                    total[key] = total.get(key, 0) + (value if first else 0)
+                    others = f"{key}/replicas"
+                    total[others] = total.get(others, 0) + (value * (copies - 1) if first else -value)
         return {key: value % 2**64 for key, value in total.items()}
+
+    def pieces(self, kind: str) -> Iterator[tuple[int, Box, Tensor, tuple[bool, int]]]:
+        """(tensor, box, live view, (whether this rank is the first that has it, how many have it)) of all that is here."""
+        for tensor, parts in self._parts.items():
+            for part, placement in parts:
+                for box, view in self._part_views(kind, placement.parameter, part, part.box):
+                    yield tensor, box, view, self._copies(kind, part, placement)
+
+    def steps_of(self, tensor: int, box: Box) -> int:
+        """Steps that the optimizer has made on a piece of a master."""
+        for part, placement in self._parts[tensor]:
+            if intersect(part.box, box) is not None:
+                _, _, main, adam, _ = self._owned[placement.parameter]
+                return _step_of(adam, main)
+        raise KeyError(f"tensor {tensor}, {box}, is not here")
 
     # ---- scalars
 
