@@ -29,7 +29,7 @@ from torch import Tensor
 from dynarl.roles.training.shard import Shard
 from dynarl.transport.endpoint import Fragment
 from dynarl.vps.box import Box, intersect, volume
-from dynarl.vps.digest import column_weights, row_weights
+from dynarl.vps.digest import axis_weights
 from dynarl.vps.spec import EMBEDDING
 from dynarl.vps.train_layout import Part, Placement
 
@@ -164,9 +164,9 @@ class Bound:
         for kind in self.kinds:
             for tensor, box, view, (first, copies) in self.pieces(kind):
                 name = self.spec.tensors[tensor].name
-                counted = {kind: digest_view(name, box, view)}
+                counted = {kind: digest_view(name, kind, box, view)}
                 if kind == "master":
-                    counted["step"] = volume(box) * self.steps_of(tensor, box) * int(row_weights(name, 0, 1)[0])
+                    counted["step"] = volume(box) * self.steps_of(tensor, box) * int(axis_weights(name, "step", 0, 0, 1)[0])
                 for key, value in counted.items():
                     total[key] = total.get(key, 0) + (value if first else 0)
                     others = f"{key}/replicas"
@@ -289,17 +289,18 @@ def _inside(
     yield from sorted(found)
 
 
-def digest_view(name: str, box: Box, view: Tensor) -> int:
+def digest_view(name: str, kind: str, box: Box, view: Tensor) -> int:
     """As vps.digest.digest_box, of a tensor on any device."""
     (lo, hi), (left, right) = (*box, (0, 1))[:2]
     matrix = view.reshape(hi - lo, right - left)
-    columns = _signed(column_weights(name, left, right), view.device)
-    rows = _signed(row_weights(name, lo, hi), view.device)
+    rows = _signed(axis_weights(name, kind, 0, lo, hi), view.device)
+    columns = _signed(axis_weights(name, kind, 1, left, right), view.device) if len(box) == 2 else 1
+    signed, mask = {2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF)}[view.element_size()]
     total = 0
     height = max(1, DIGEST_ELEMENTS // (right - left))
     for at in range(0, hi - lo, height):
         some = matrix[at : at + height]
-        bits = some.contiguous().view({2: torch.int16, 4: torch.int32}[some.element_size()]).long()
+        bits = (some.contiguous().view(signed).long() & mask) + 1
         total += int(((bits * columns).sum(1) * rows[at : at + height]).sum())
     return total % 2**64
 
