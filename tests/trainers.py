@@ -162,7 +162,7 @@ class Fleet:
         self.attempts += 1
         name = f"try{self.attempts}"
         together(workers, "prepare_layout", name=name, source=fields(self.cut), layout=fields(cut))
-        together(workers, "prepared", timeout_s=30.0)
+        together(workers, "prepared", limit_s=30.0)
         together(workers, "reserve", scalars=self.owners[0].call("scalars"))
         moved = together(workers, "transfer")
         digests = together(workers, "digests")

@@ -17,7 +17,6 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_model import write_model  # noqa: E402
 from worker_harness import Harness  # noqa: E402
 
-from dynarl import wire  # noqa: E402
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-5
@@ -170,6 +169,7 @@ def test_a_checkpoint_written_by_two_owners_continues_on_one(stage):
     fleet.run(stage.batches[:half], by_halves, stage.directory / "resumed")
     checkpoint = str(stage.directory / "checkpoint")
     trainers.together(fleet.owners, "save", dir=checkpoint)
+    trainers.together(fleet.owners, "saved")
     fleet = trainers.Fleet(stage.workers[:1], 1, stage.model_dir)
     fleet.owners[0].call("restore", dir=checkpoint)
     rest = [
@@ -179,9 +179,16 @@ def test_a_checkpoint_written_by_two_owners_continues_on_one(stage):
     assert_equal(stage, "resumed", stage.alone[:half] + rest)
 
 
-def test_a_checkpoint_of_another_tensor_parallel_size_is_refused(stage):
+def test_a_checkpoint_continues_at_another_tensor_parallel_size(stage):
     fleet = trainers.Fleet(stage.workers[:1], 1, stage.model_dir)
+    half = trainers.NUM_STEPS // 2
+    fleet.run(stage.batches[:half], one_lease, stage.directory / "recut")
     fleet.owners[0].call("save", dir=str(stage.directory / "tp1"))
+    fleet.owners[0].call("saved")
     fleet = trainers.Fleet(stage.workers[:2], 2, stage.model_dir, tp=2)
-    with pytest.raises(wire.CallError, match="tensor-parallel"):
-        trainers.together(fleet.owners, "restore", dir=str(stage.directory / "tp1"))
+    trainers.together(fleet.owners, "restore", dir=str(stage.directory / "tp1"))
+    rest = [
+        fleet.step(i, one_lease(i, stage.batches[i]), str(stage.directory / "recut" / f"v{i + 1}"))
+        for i in range(half, trainers.NUM_STEPS)
+    ]
+    assert_equal(stage, "recut", stage.alone[:half] + rest)

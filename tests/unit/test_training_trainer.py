@@ -15,6 +15,7 @@ from dynarl.config.schema import Algorithm, Config, Model, Training  # noqa: E40
 from dynarl.roles.training import checkpoint, megatron_cpu  # noqa: E402
 from dynarl.roles.training.torch_world import World, leave_world  # noqa: E402
 from dynarl.roles.training.trainer import NotFiniteError, Trainer  # noqa: E402
+from dynarl.transport.files import FileError  # noqa: E402
 from dynarl.vps.train_layout import TrainLayout  # noqa: E402
 
 WORLD: list[World] = []
@@ -175,26 +176,41 @@ def test_a_checkpoint_restores_weights_and_optimizer_bitwise(model_dir, tmp_path
         return weights_of(trainer)
 
     steps(trainer, range(3))
-    checkpoint.save(trainer, str(tmp_path))
-    expected = steps(trainer, range(3, 6))
+    saver = checkpoint.Saver(trainer.shard)
+    saver.save(str(tmp_path))
+    expected = steps(trainer, range(3, 6))  # goes on while the state of before is being written
+    saver.saved()
+    saver.close()
     other = build(model_dir)
-    checkpoint.restore(other, str(tmp_path))
+    checkpoint.restore(other.shard, str(tmp_path))
     got = steps(other, range(3, 6))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    fresh = build(str(tmp_path / "model"))  # the weights without the optimizer's state are not enough
-    assert not all(torch.equal(expected[name], value) for name, value in steps(fresh, range(3, 6)).items())
+    without_moments = build(model_dir)  # the weights without the optimizer's state are not enough
+    checkpoint.restore(without_moments.shard, str(tmp_path))
+    for adam in (each.optimizer for each in without_moments.shard.optimizers):
+        for state in adam.state.values():
+            state["exp_avg"].zero_()
+    assert not all(torch.equal(expected[name], value) for name, value in steps(without_moments, range(3, 6)).items())
 
 
-def test_a_checkpoint_with_a_missing_shard_is_refused(model_dir, tmp_path):
+def test_a_checkpoint_that_lacks_a_part_is_refused(model_dir, tmp_path):
     trainer = build(model_dir)
-    checkpoint.save(trainer, str(tmp_path))
-    description = tmp_path / "optimizer" / "rank0.json"
-    description.write_text(description.read_text().replace('"ranks": 1', '"ranks": 2'))
-    with pytest.raises(checkpoint.CheckpointError, match="1 of 2 ranks"):
-        checkpoint.restore(trainer, str(tmp_path))
+    saver = checkpoint.Saver(trainer.shard)
+    saver.save(str(tmp_path))
+    saver.saved()
+    saver.close()
+    description = tmp_path / "state" / "rank-00000.json"
+    description.write_text(description.read_text().replace('"ranks":[0]', '"ranks":[0,1]'))
+    with pytest.raises(FileError, match="lacks the part of rank 1"):
+        checkpoint.restore(trainer.shard, str(tmp_path))
     description.unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="no optimizer state"):
-        checkpoint.restore(trainer, str(tmp_path))
+    with pytest.raises(FileError, match="holds no checkpoint"):
+        checkpoint.restore(trainer.shard, str(tmp_path))
+
+
+def test_counters_that_ranks_disagree_on_are_refused():
+    with pytest.raises(checkpoint.CheckpointError, match="rank 1 has made 3 steps, others 4"):
+        checkpoint.merged({0: {"steps": {"dense": 4}, "lr": 1.0}, 1: {"steps": {"dense": 3}, "lr": 1.0}})
 
 
 def test_the_host_answers_for_cuda_only_while_asked_to():

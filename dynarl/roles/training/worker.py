@@ -99,6 +99,7 @@ class TrainingWorker(TransitionSide, Worker):
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
         self._trainer = None
+        self._close_saver()
         return settings, torch_world.World(torch_world.connect(store), world, rank, device)
 
     # ---- to another layout
