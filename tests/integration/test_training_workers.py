@@ -129,8 +129,8 @@ def test_an_idle_worker_uses_no_cpu(stage):
 
     time.sleep(0.3)
     before = cpu_ticks()
-    time.sleep(2.0)
-    assert cpu_ticks() - before <= 2  # of 200
+    time.sleep(5.0)
+    assert cpu_ticks() - before <= 10  # of 500; the threads of process groups wake now and then
 
 
 def test_logprobs_of_two_tensor_parallel_inference_workers_equal_those_of_one(tmp_path):
