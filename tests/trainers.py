@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from worker_harness import Handle, Harness
 
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Model, Training
+from dynarl.vps.spec import ModelSpec
+from dynarl.vps.train_layout import TrainLayout
 
 NUM_STEPS = 10
 SAMPLES_PER_STEP = 12
@@ -49,6 +53,23 @@ def recorded(seed: int = 7) -> list[list[dict]]:
     return [[sample(step, index) for index in range(SAMPLES_PER_STEP)] for step in range(NUM_STEPS)]
 
 
+def add_digests(parts) -> dict[str, int]:
+    """The sums over ranks that are to be equal on both sides of a transition."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = (total.get(key, 0) + value) % 2**64
+    return total
+
+
+class Differs(AssertionError):
+    """What has arrived is not what was sent, by kind."""
+
+    def __init__(self, kinds: set[str]):
+        super().__init__(f"digests differ: {', '.join(sorted(kinds))}")
+        self.kinds = kinds
+
+
 def score(harness: Harness, model_dir: str, batches: list[list[dict]]) -> None:
     """Fill in old and reference log-probabilities with an inference worker at tensor-parallel size 1."""
     worker = harness.start("dynarl.roles.inference.worker", "scorer")
@@ -79,55 +100,116 @@ def together(workers: list[Handle], method: str, each: list[dict] | None = None,
     return [worker.reply(call) for worker, call in posted]
 
 
+def layout(**degrees) -> TrainLayout:
+    """A layout of the trainer with as little padding as there may be."""
+    return TrainLayout(vocab_divisible_by=1, **degrees)
+
+
+def fields(cut: TrainLayout) -> dict:
+    """A layout as a worker is told."""
+    return {field.name: getattr(cut, field.name) for field in dataclasses.fields(cut) if field.name != "shards"}
+
+
+def lease_ranks(cut: TrainLayout) -> list[tuple[int, ...]]:
+    """Ranks that do a lease together, first the one whose word counts."""
+    from dynarl.roles.training.groups import rank_lists
+
+    return rank_lists(cut)["lease"]
+
+
 class Fleet:
-    """Owners in one torch world, and borrowed replicas of the same tensor-parallel size in worlds of their own."""
+    """Owners in one layout; the other workers are borrowed replicas of the same tensor-parallel size, or spare ones.
+
+    Worker i has rank i. cut: the owners' layout, and those that are not in it are spare; by default the first `owners`
+    workers are owners in replicas of `tp`, and the others are borrowed. dtype: of the model.
+    """
 
     generation = 0
 
-    def __init__(self, workers: list[Handle], owners: int, model_dir: str, tp: int = 1, **training):
+    def __init__(
+        self,
+        workers: list[Handle],
+        owners: int,
+        model_dir: str,
+        tp: int = 1,
+        cut: TrainLayout | None = None,
+        dtype: str = "float32",
+        **training,
+    ):
         Fleet.generation += 1
-        self.tp, self.everyone, self.owners, self.borrowed = tp, workers, workers[:owners], workers[owners:]
-        self.replicas = [workers[i : i + tp] for i in range(0, len(workers), tp)]
+        self.everyone, self.borrowed = workers, [] if cut else workers[owners:]
+        self.name, self.model_dir, self.tp, self.attempts = f"g{Fleet.generation}", model_dir, tp, 0
         self.config = config(tp=tp, **training)
-        settings = msgspec.to_builtins(self.config)
+        self.config.model.dtype = dtype
         store = workers[0].call("serve_store", host="127.0.0.1")
-        common = dict(config=settings, store=store, model_dir=model_dir, version=0)
-        name = f"g{Fleet.generation}"
-        together(
-            self.owners,
-            "build",
-            [dict(rank=r) for r in range(owners)],
-            world=f"{name}-owners",
-            size=owners,
-            owner=True,
-            **common,
-        )
-        each = [dict(world=f"{name}-b{i // tp}", rank=i % tp) for i in range(len(self.borrowed))]
-        together(self.borrowed, "build", each, size=tp, owner=False, **common)
+        self._set_layout(cut or layout(tp=tp, dp=owners // tp))
+        common = dict(config=msgspec.to_builtins(self.config), store=store, world=self.name, model_dir=model_dir)
+        each = [dict(rank=rank, layout=fields(self.cut)) for rank in self.cut.ranks]
+        together(self.owners, "build", each, size=owners, owner=True, version=0, **common)
+        firsts = [owners + i - i % tp for i in range(len(self.borrowed))]
+        each = [
+            dict(rank=owners + i, layout=fields(layout(tp=tp, ranks=tuple(range(first, first + tp)))))
+            for i, first in enumerate(firsts)
+        ]
+        together(self.borrowed, "build", each, size=tp, owner=False, version=0, **common)
+        spare = [rank for rank, worker in enumerate(workers) if worker not in self.active]
+        together([workers[rank] for rank in spare], "enter", [dict(rank=rank) for rank in spare], **common)
         if self.borrowed:
-            together(
-                workers,
-                "join_reduction",
-                [dict(rank=r) for r in range(len(workers))],
-                store=store,
-                name=f"{name}-r",
-                size=len(workers),
-            )
+            each = [dict(rank=r) for r in range(len(workers))]
+            together(workers, "join_reduction", each, store=store, name=f"{self.name}-r", size=len(workers))
+
+    def _set_layout(self, cut: TrainLayout) -> None:
+        self.cut = cut
+        self.owners = [self.everyone[rank] for rank in cut.ranks]
+        borrowed = [self.borrowed[i : i + self.tp] for i in range(0, len(self.borrowed), self.tp)]
+        self.replicas = [[self.everyone[rank] for rank in ranks] for ranks in lease_ranks(cut)] + borrowed
+        self.active = [worker for replica in self.replicas for worker in replica]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's tensors."""
+        settings = json.loads((Path(self.model_dir) / "config.json").read_text())
+        return {tensor.name: tensor.shape for tensor in ModelSpec.from_hf(settings).tensors}
+
+    def recut(self, cut: TrainLayout, before_digests=lambda: None) -> dict:
+        """Move to another layout, as the controller does, or raise Differs and stay in the old one.
+
+        Returns digests of both sides and bytes received by rank.
+        """
+        ranks = sorted({*self.cut.ranks, *cut.ranks})
+        workers = [self.everyone[rank] for rank in ranks]
+        self.attempts += 1
+        source, target = fields(self.cut), fields(cut)
+        together(workers, "prepare_layout", name=f"try{self.attempts}", source=source, layout=target)
+        together(workers, "prepared", limit_s=30.0)
+        together(workers, "reserve", scalars=self.owners[0].call("scalars"))
+        moved = together(workers, "transfer")
+        before_digests()
+        digests = together(workers, "digests")
+        source, target = (add_digests(each[side] for each in digests) for side in ("source", "target"))
+        kinds = {key for key in source | target if source.get(key, 0) != target.get(key, 0)}
+        if kinds:
+            together(workers, "discard")
+            raise Differs(kinds)
+        together(workers, "adopt")
+        self._set_layout(cut)
+        received = {rank: each["bytes_received"] for rank, each in zip(ranks, moved)}
+        return {"source": source, "target": target, "bytes": received}
 
     def step(
         self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3
     ) -> dict[str, float]:
         """leases: (replica, samples). Returns summed statistics and gradient norm; new weights go to `model_dir`."""
-        together(self.everyone, "begin", step=index, loss="grpo")
+        together(self.active, "begin", step=index, loss="grpo")
         for lease, (replica, samples) in enumerate(leases):
             together(self.replicas[replica], "train", lease=lease, samples=samples)
-        together(self.everyone, "drain")
+        together(self.active, "drain")
         total: dict[str, float] = {}
         for replica in self.replicas:
             for event in replica[0].events("trained"):
                 for key, value in event["stats"].items():
                     total[key] = total.get(key, 0.0) + value
-        for worker in self.everyone:
+        for worker in self.active:
             worker.events("trained")
         if self.borrowed:
             # One tree per tensor rank, all of them into the first replica.

@@ -15,11 +15,12 @@ class Record:
     def __init__(self):
         self.runs, self.done = [], []
         self.queue = LeaseQueue(
-            lambda batch: self.runs.append(len(batch)) or len(batch), lambda *what: self.done.append(what)
+            lambda batches: self.runs.extend(map(len, batches)) or [len(batch) for batch in batches],
+            lambda *what: self.done.append(what),
         )
 
-    def work(self):
-        return self.queue.work(1000, None)
+    def work(self, whole=False):
+        return self.queue.work(1000, None, whole)
 
 
 def test_leases_are_worked_off_in_the_order_of_arrival_one_micro_batch_at_a_time():
@@ -30,6 +31,14 @@ def test_leases_are_worked_off_in_the_order_of_arrival_one_micro_batch_at_a_time
     while record.work():
         pass
     assert record.done == [("a", [1, 1, 1]), ("b", [1])]
+
+
+def test_a_lease_that_several_workers_do_together_is_run_as_a_whole():
+    record = Record()
+    record.queue.add("a", samples(900, 900, 900))
+    record.queue.add("b", samples(100))
+    assert record.work(whole=True) and record.done == [("a", [1, 1, 1])]
+    assert not record.work(whole=True) and record.done[1:] == [("b", [1])]
 
 
 def test_a_lease_that_has_begun_cannot_be_cancelled_and_is_finished():

@@ -16,20 +16,34 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_model import write_model  # noqa: E402
 
 from dynarl.roles.training import weights  # noqa: E402
+from dynarl.roles.training.arch import read_arch  # noqa: E402
 from dynarl.roles.training.create import create_model  # noqa: E402
 from dynarl.roles.training.groups import build_groups  # noqa: E402
 from dynarl.roles.training.logprobs import entropy, token_logprobs  # noqa: E402
-from dynarl.roles.training.model import build_model, picked_logits  # noqa: E402
-from dynarl.vps.hf_megatron import hf_shapes, shards  # noqa: E402
+from dynarl.roles.training.model import build_model, hidden_states, picked_logits  # noqa: E402
+from dynarl.roles.training.torch_world import World, leave_world  # noqa: E402
+from dynarl.vps.train_layout import TrainLayout  # noqa: E402
 
-FAMILIES = ["Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]
+FAMILIES = ["Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+ALONE = TrainLayout(vocab_divisible_by=1)
 
 
 @pytest.fixture(scope="module")
 def groups():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_groups(1)
-    dist.destroy_process_group()
+    yield build_groups(ALONE, World(dist.HashStore(), "w", 0, torch.device("cpu")))
+    leave_world()
+
+
+def load(directory, groups):
+    arch = read_arch(directory)
+    model = build_model(arch, groups, "float32")
+    params = weights.parameters_by_name(model)
+    weights.load_shard(params, arch.spec, ALONE, 0, directory)
+    return arch, model, params
+
+
+def empty_params(spec, layout, rank):
+    return {p.parameter: torch.full(p.shape, float("nan")) for p in layout.placements(spec, rank)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -37,29 +51,30 @@ def groups():
 def test_logits_equal_those_of_transformers(groups, tmp_path, family, tied):
     transformers = pytest.importorskip("transformers")
     directory = write_model(str(tmp_path), family=family, tied=tied)
-    arch = weights.read_arch(directory)
-    model = build_model(arch, groups, "float32")
-    weights.load_shard(weights.parameters_by_name(model), arch, directory, 1, 0)
-    tokens = torch.randint(0, arch.vocab, (3, 40), generator=torch.Generator().manual_seed(1))
+    arch, model, _ = load(directory, groups)
+    tokens = torch.randint(0, arch.spec.vocab, (3, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        mine = picked_logits(model, tokens, torch.arange(tokens.numel())).view(40, 3, -1).transpose(0, 1)
+        mine = picked_logits(model, hidden_states(model, tokens), torch.arange(tokens.numel()))
+        mine = mine.view(40, 3, -1).transpose(0, 1)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(tokens).logits
     assert theirs.std() > 0.1
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tp", [1, 2])
-def test_cutting_and_joining_weights_is_bitwise(tmp_path, family, tp):
+@pytest.mark.parametrize("degrees", [dict(), dict(tp=2), dict(tp=2, pp=2), dict(pp=2, dp=2)])
+def test_cutting_and_joining_weights_is_bitwise(tmp_path, family, degrees):
     directory = write_model(str(tmp_path), family=family, tied=False, vocab_size=49)
-    arch = weights.read_arch(directory)
-    joined = {name: torch.full(shape, float("nan")) for name, shape in hf_shapes(arch).items()}
-    for rank in range(tp):
-        params = {shard.name: torch.full(shard.shape, float("nan")) for shard in shards(arch, tp, rank)}
-        weights.load_shard(params, arch, directory, tp, rank)
+    spec, layout = read_arch(directory).spec, TrainLayout(vocab_divisible_by=1, **degrees)
+    joined = {tensor.name: torch.full(tensor.shape, float("nan")) for tensor in spec.tensors}
+    for rank in layout.ranks:
+        params = empty_params(spec, layout, rank)
+        weights.load_shard(params, spec, layout, rank, directory)
         assert not any(value.isnan().any() for value in params.values())
-        for shard in shards(arch, tp, rank):
-            weights._scatter(shard, params[shard.name], joined)
+        for placement in layout.placements(spec, rank):
+            for part in placement.parts:
+                box = tuple(slice(lo, hi) for lo, hi in part.box)
+                joined[spec.tensors[part.tensor].name][box] = weights.local(params[placement.parameter], part)
     original = load_file(f"{directory}/model.safetensors")
     assert set(original) == set(joined) and all(torch.equal(original[name], joined[name]) for name in original)
 
@@ -67,11 +82,8 @@ def test_cutting_and_joining_weights_is_bitwise(tmp_path, family, tp):
 def test_an_exported_directory_is_complete_and_bitwise_equal(groups, tmp_path):
     directory = write_model(str(tmp_path / "a"))
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
-    arch = weights.read_arch(directory)
-    model = build_model(arch, groups, "float32")
-    params = weights.parameters_by_name(model)
-    weights.load_shard(params, arch, directory, 1, 0)
-    weights.export(params, arch, weights.small_files(directory), tmp_path / "b", groups.tp)
+    arch, _, params = load(directory, groups)
+    weights.export(params, arch.spec, ALONE, groups.all, weights.small_files(directory), tmp_path / "b")
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
@@ -89,9 +101,9 @@ def test_a_checkpoint_split_over_files_is_read_through_its_index(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    arch = weights.read_arch(directory)
-    params = {shard.name: torch.empty(shard.shape) for shard in shards(arch, 1, 0)}
-    weights.load_shard(params, arch, directory, 1, 0)
+    spec = read_arch(directory).spec
+    params = empty_params(spec, ALONE, 0)
+    weights.load_shard(params, spec, ALONE, 0, directory)
     assert torch.equal(params["embedding.word_embeddings.weight"], whole["model.embed_tokens.weight"])
 
 
@@ -99,16 +111,16 @@ def test_a_tensor_of_another_shape_or_none_is_named(tmp_path):
     from safetensors.torch import save_file
 
     directory = write_model(str(tmp_path))
-    arch = weights.read_arch(directory)
-    params = {shard.name: torch.empty(shard.shape) for shard in shards(arch, 1, 0)}
+    spec = read_arch(directory).spec
+    params = empty_params(spec, ALONE, 0)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model.norm.weight has shape \(3,\), config.json says \(64,\)"):
-        weights.load_shard(params, arch, directory, 1, 0)
+        weights.load_shard(params, spec, ALONE, 0, directory)
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no tensor model.norm.weight"):
-        weights.load_shard(params, arch, directory, 1, 0)
+        weights.load_shard(params, spec, ALONE, 0, directory)
 
 
 def test_logprobs_and_entropy_leave_padding_columns_out(groups):

@@ -13,16 +13,18 @@ from tiny_model import write_model  # noqa: E402
 from dynarl import wire  # noqa: E402
 from dynarl.config.schema import Algorithm, Config, Model, Training  # noqa: E402
 from dynarl.roles.training import checkpoint, megatron_cpu  # noqa: E402
+from dynarl.roles.training.torch_world import World, leave_world  # noqa: E402
 from dynarl.roles.training.trainer import NotFiniteError, Trainer  # noqa: E402
+from dynarl.vps.train_layout import TrainLayout  # noqa: E402
 
-CPU = torch.device("cpu")
+WORLD: list[World] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    WORLD.append(World(dist.HashStore(), "w", 0, torch.device("cpu")))
     yield
-    dist.destroy_process_group()
+    leave_world()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,8 @@ def build(model_dir, owner=True, dtype="float32", algorithm=None, **training):
     return Trainer(
         Config(model=Model(dtype=dtype), training=Training(**training), algorithm=Algorithm(**(algorithm or {}))),
         model_dir,
-        CPU,
+        WORLD[0],
+        TrainLayout(vocab_divisible_by=1),
         owner,
     )
 
@@ -60,7 +63,7 @@ def weights_of(trainer):
 
 def gradients(trainer, samples):
     trainer.begin("grpo")
-    stats = trainer.train(samples)
+    [stats] = trainer.train([samples])
     return trainer.gradient_buffers()[0].clone(), stats
 
 
@@ -80,7 +83,7 @@ def test_padding_beside_a_longer_sample_changes_nothing(model_dir):
     together, _ = gradients(trainer, [sample("a", 3), sample("b", 80)])
     trainer.begin("grpo")
     for one in (sample("a", 3), sample("b", 80)):
-        trainer.train([one])
+        trainer.train([[one]])
     assert (trainer.gradient_buffers()[0] - together).norm() < 1e-5 * together.norm()
 
 
@@ -88,7 +91,7 @@ def test_an_infinite_gradient_is_refused_and_the_weights_stay(model_dir):
     trainer = build(model_dir)
     before = weights_of(trainer)
     trainer.begin("grpo")
-    trainer.train([sample("a", advantage=float("inf"))])
+    trainer.train([[sample("a", advantage=float("inf"))]])
     with pytest.raises(NotFiniteError, match="not taken"):
         trainer.step(20, 1e-3)
     assert all(torch.equal(before[name], value) for name, value in weights_of(trainer).items())
@@ -126,7 +129,7 @@ def test_supervised_steps_lower_the_loss(model_dir):
     losses = []
     for _ in range(8):
         trainer.begin("sft")
-        stats = trainer.train([sample("a"), sample("b", 40)])
+        [stats] = trainer.train([[sample("a"), sample("b", 40)]])
         losses.append(stats["loss"] / stats["tokens"])
         trainer.step(stats["tokens"], 3e-3)
     assert losses[-1] < 0.7 * losses[0]
@@ -148,7 +151,7 @@ def test_bfloat16_weights_are_stepped_in_float32(model_dir):
     before = weights_of(trainer)["decoder.final_layernorm.weight"]
     for _ in range(30):
         trainer.begin("grpo")
-        trainer.train([sample("a")])
+        trainer.train([[sample("a")]])
         trainer.step(20, 1e-3)
     after = trainer.params["decoder.final_layernorm.weight"]
     assert after.dtype == torch.bfloat16
@@ -156,7 +159,7 @@ def test_bfloat16_weights_are_stepped_in_float32(model_dir):
     assert (after - before).abs().max() > 8e-3
     trainer.load(model_dir)
     trainer.begin("grpo")
-    trainer.train([sample("a")])
+    trainer.train([[sample("a")]])
     trainer.step(20, 0.0)
     assert torch.equal(trainer.params["decoder.final_layernorm.weight"], before)
 
@@ -167,7 +170,7 @@ def test_a_checkpoint_restores_weights_and_optimizer_bitwise(model_dir, tmp_path
     def steps(trainer, seeds):
         for seed in seeds:
             trainer.begin("grpo")
-            trainer.train([sample("a", seed=seed)])
+            trainer.train([[sample("a", seed=seed)]])
             trainer.step(20, 1e-3)
         return weights_of(trainer)
 
@@ -185,9 +188,9 @@ def test_a_checkpoint_restores_weights_and_optimizer_bitwise(model_dir, tmp_path
 def test_a_checkpoint_with_a_missing_shard_is_refused(model_dir, tmp_path):
     trainer = build(model_dir)
     checkpoint.save(trainer, str(tmp_path))
-    description = tmp_path / "optimizer" / "tp0-dp0.json"
-    description.write_text(description.read_text().replace('"dp": 1', '"dp": 2'))
-    with pytest.raises(checkpoint.CheckpointError, match="1 of the 2 shards"):
+    description = tmp_path / "optimizer" / "rank0.json"
+    description.write_text(description.read_text().replace('"ranks": 1', '"ranks": 2'))
+    with pytest.raises(checkpoint.CheckpointError, match="1 of 2 ranks"):
         checkpoint.restore(trainer, str(tmp_path))
     description.unlink()
     with pytest.raises(checkpoint.CheckpointError, match="no optimizer state"):

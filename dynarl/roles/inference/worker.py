@@ -13,33 +13,39 @@ import torch
 
 from dynarl.config.schema import Config
 from dynarl.roles.training import microbatch, torch_world, weights
-from dynarl.roles.training.groups import build_groups
+from dynarl.roles.training.arch import read_arch
+from dynarl.roles.training.groups import Groups, build_groups
 from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.logprobs import token_logprobs
-from dynarl.roles.training.model import build_model, picked_logits, vocab_of
+from dynarl.roles.training.model import build_model, hidden_states, picked_logits, vocab_of
 from dynarl.roles.worker import Worker, main
 from dynarl.vps.digest import digest_weights
+from dynarl.vps.train_layout import TrainLayout
 
 
 class Scorer:
-    """A frozen model of one replica's rank. Built collectively inside a torch world."""
+    """A frozen model of one replica's rank. Building one waits for nobody."""
 
-    def __init__(self, config: Config, model_dir: str, device: torch.device):
-        self.config, self.device = config, device
-        self.arch = weights.read_arch(model_dir)
-        self.groups = build_groups(config.training.tp)
-        self.vocab = vocab_of(self.arch, self.groups)
-        self.model = build_model(self.arch, self.groups, config.model.dtype).to(device).requires_grad_(False)
+    def __init__(self, config: Config, model_dir: str, groups: Groups, rank: int, device: torch.device):
+        self.config, self.groups, self.rank, self.device = config, groups, rank, device
+        self.arch = read_arch(model_dir)
+        self.vocab = vocab_of(self.arch, groups)
+        self.model = build_model(self.arch, groups, config.model.dtype).to(device).requires_grad_(False)
         self.load(model_dir)
 
     def load(self, model_dir: str) -> None:
         params = weights.parameters_by_name(self.model)
-        weights.load_shard(params, self.arch, model_dir, self.groups.tp.size(), self.groups.tp.rank())
+        weights.load_shard(params, self.arch.spec, self.groups.layout, self.rank, model_dir)
+
+    def collate(self, samples: Sequence[microbatch.Sample]) -> microbatch.MicroBatch:
+        parts = self.groups.tp.size() if self.model.config.sequence_parallel else 1
+        return microbatch.collate(samples, self.device, multiple_of=parts)
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[microbatch.Sample], batch: microbatch.MicroBatch) -> torch.Tensor:
+    def logprobs(self, batch: microbatch.MicroBatch) -> torch.Tensor:
         """Of each response token at the sampling temperature, [N] float32."""
-        logits_NV = picked_logits(self.model, batch.tokens_BS, batch.picks_N) / self.config.algorithm.temperature
+        hidden_SBH = hidden_states(self.model, batch.tokens_BS)
+        logits_NV = picked_logits(self.model, hidden_SBH, batch.picks_N) / self.config.algorithm.temperature
         return token_logprobs(logits_NV, batch.targets_N, self.vocab, self.groups.tp)
 
 
@@ -74,8 +80,10 @@ class InferenceWorker(Worker):
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
         self._policy = self._reference = None
-        torch_world.enter_world(torch_world.connect(store), world, rank, size, device)
-        self._policy = Scorer(settings, model_dir, device)
+        entered = torch_world.World(torch_world.connect(store), world, rank, device)
+        # The scorer's own cut, whatever the trainer's is: tensor-parallel replicas, which need nothing of each other.
+        layout = TrainLayout(tp=settings.training.tp, dp=size // settings.training.tp, vocab_divisible_by=1)
+        self._policy = Scorer(settings, model_dir, build_groups(layout, entered), rank, device)
         return {"digest": digest_weights(model_dir)}
 
     def do_load(self, model_dir: str, version: int) -> dict[str, str]:
@@ -84,7 +92,8 @@ class InferenceWorker(Worker):
 
     def do_ref_load(self, model_dir: str) -> None:
         """Keep the weights of `model_dir` as the reference; from now on its log-probabilities are reported too."""
-        self._reference = Scorer(self.policy.config, model_dir, self.policy.device)
+        policy = self.policy
+        self._reference = Scorer(policy.config, model_dir, policy.groups, policy.rank, policy.device)
 
     def do_logprobs(self, lease: Lease, samples: list[dict[str, Any]]) -> None:
         self._queue.add(lease, samples)
@@ -114,12 +123,15 @@ class InferenceWorker(Worker):
             if scorer is not None and scorer.device.type == "cuda":
                 scorer.model.to(device)
 
-    def _score(self, samples: list[dict[str, Any]]) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
-        batch = microbatch.collate(samples, self.policy.device)
-        policy = microbatch.split(self.policy.logprobs(samples, batch), batch, samples)
+    def _score(self, batches: list[list[dict[str, Any]]]) -> list[tuple[dict[str, bytes], dict[str, bytes] | None]]:
+        return [self._score_one(samples) for samples in batches]
+
+    def _score_one(self, samples: list[dict[str, Any]]) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
+        batch = self.policy.collate(samples)
+        policy = microbatch.split(self.policy.logprobs(batch), batch, samples)
         if self._reference is None:
             return policy, None
-        return policy, microbatch.split(self._reference.logprobs(samples, batch), batch, samples)
+        return policy, microbatch.split(self._reference.logprobs(batch), batch, samples)
 
     def _scored(self, lease: Lease, results: list[tuple[dict[str, bytes], dict[str, bytes] | None]]) -> None:
         policy: dict[str, bytes] = {}

@@ -1,40 +1,32 @@
-"""Trainer state on disk: the weights in Hugging Face form, the optimizer as one shard file per owner. No pickle.
+"""Trainer state on disk: the weights in Hugging Face form, the optimizer as one file per rank. No pickle.
 
     DIR/model/                     a complete Hugging Face directory
-    DIR/optimizer/tp0-dp1.json     which elements of which parameter this shard covers, number of steps, sizes
-    DIR/optimizer/tp0-dp1.safetensors
+    DIR/optimizer/rank0.json       number of ranks; step counters and learning rate
+    DIR/optimizer/rank0.safetensors
 
-The distributed optimizer gives each data-parallel rank a range of every parameter's flat elements. The ranges are
-written down, so a run may be restored with another number of owners; the tensor-parallel size must be the same. Files
-appear by rename; whoever asked for the checkpoint marks it complete once every owner has answered.
+A file holds logical pieces, "KIND:TENSOR:ROWS:COLUMNS" with half-open intervals, each piece of the model in one file only.
+So a run may be restored in any other layout. Files appear by rename; whoever asked for the checkpoint marks it complete
+once every owner has answered.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-STATES = ("exp_avg", "exp_avg_sq")
+from dynarl.roles.training.state import Bound
+from dynarl.vps.box import Box, intersect, volume
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be restored into this trainer."""
-
-
-class Owned(NamedTuple):
-    """What this rank's optimizer holds of parameter `name`: flat elements start:stop of `numel`, stepped as `main`."""
-
-    name: str
-    start: int
-    stop: int
-    numel: int
-    main: torch.Tensor
 
 
 def save(trainer: Any, directory: str) -> None:
@@ -42,114 +34,82 @@ def save(trainer: Any, directory: str) -> None:
     trainer.export(os.path.join(directory, "model"))
     root = Path(directory) / "optimizer"
     root.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state()}
-    ranges: dict[str, list[int]] = {}
-    steps = 0
-    for optimizer in _optimizers(trainer):
-        # torch's Adam counts steps per parameter, fused ones (GPU) per group.
-        steps = max([steps, *(int(group.get("step", 0)) for group in optimizer.optimizer.param_groups)])
-        for part in _owned(optimizer, trainer.params):
-            ranges[part.name] = [part.start, part.stop, part.numel]
-            tensors[f"{part.name}:main"] = part.main.detach().clone()
-            state = optimizer.optimizer.state.get(part.main, {})
-            steps = max(steps, int(state.get("step", 0)))
-            for key in STATES:
-                tensors[f"{part.name}:{key}"] = state.get(key, torch.zeros_like(part.main)).detach().clone()
-    name = _shard_name(trainer)
-    about = {"tp": trainer.groups.tp.size(), "dp": trainer.groups.dp.size(), "steps": steps, "ranges": ranges}
-    _replace(root / f"{name}.safetensors", lambda path: save_file(tensors, path))
-    _replace(root / f"{name}.json", lambda path: path.write_text(json.dumps(about)))
+    bound = _bound(trainer)
+    tensors = {
+        _key(kind, bound.spec.tensors[tensor].name, box): view.contiguous()
+        for kind in bound.kinds
+        if kind != "param"
+        for tensor, box, view, (first, _) in bound.pieces(kind)
+        if first
+    }
+    path = root / f"rank{trainer.groups.all.rank()}"
+    about = {"ranks": trainer.groups.all.size(), "scalars": bound.scalars()}
+    _replace(path.with_suffix(".safetensors"), lambda partial: save_file(tensors, partial))
+    _replace(path.with_suffix(".json"), lambda partial: partial.write_text(json.dumps(about)))
 
 
 @torch.no_grad()
 def restore(trainer: Any, directory: str) -> None:
-    """Take weights and optimizer state; all owners must call. Raises CheckpointError if they do not fit in here."""
-    tp, rank = trainer.groups.tp.size(), trainer.groups.tp.rank()
+    """Take weights and optimizer state of any layout. Raises CheckpointError if they do not fit in here."""
     trainer.load(os.path.join(directory, "model"))
-    root = Path(directory) / "optimizer"
-    described = {path: json.loads(path.read_text()) for path in sorted(root.glob(f"tp{rank}-dp*.json"))}
-    if not described:
-        raise CheckpointError(f"{root} holds no optimizer state of tensor-parallel rank {rank}")
-    for path, about in described.items():
-        if about["tp"] != tp:
-            raise CheckpointError(f"{path} was written with tensor-parallel size {about['tp']}, this trainer has {tp}")
-        if about["dp"] != len(described):
-            raise CheckpointError(
-                f"{root} holds {len(described)} of the {about['dp']} shards of tensor-parallel rank {rank}"
-            )
-    with _open_all(described) as shards:
-        for optimizer in _optimizers(trainer):
-            for part in _owned(optimizer, trainer.params):
-                _fill(optimizer.optimizer, part, shards)
-        own = root / f"{_shard_name(trainer)}.json"
-        torch.set_rng_state(shards[own if own in shards else next(iter(shards))][1].get_tensor("rng"))
+    bound = _bound(trainer)
+    with _Pieces(Path(directory) / "optimizer") as stored:
+        for kind in bound.kinds:
+            if kind == "param":
+                continue
+            for tensor, box, view, _ in bound.pieces(kind):
+                name, missing = bound.spec.tensors[tensor].name, volume(box)
+                for both, data in stored.read(kind, name, box):
+                    view[tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(both, box))].copy_(data)
+                    missing -= volume(both)
+                if missing:
+                    raise CheckpointError(f"{directory} lacks {missing} of {volume(box)} elements of {kind} of {name}")
+        bound.set_scalars(stored.scalars)
 
 
-def _fill(adam: torch.optim.Optimizer, part: Owned, shards: Any) -> None:
-    state = {key: torch.zeros_like(part.main) for key in STATES}
-    covered = 0
-    for about, file in shards.values():
-        start, stop, numel = about["ranges"].get(part.name, (0, 0, part.numel))
-        if numel != part.numel:
-            raise CheckpointError(f"{part.name} has {numel} elements in the checkpoint, {part.numel} here")
-        low, high = max(start, part.start), min(stop, part.stop)
-        if low >= high:
-            continue
-        covered += high - low
-        for key, target in (("main", part.main), *state.items()):
-            target[low - part.start : high - part.start] = file.get_slice(f"{part.name}:{key}")[
-                low - start : high - start
-            ]
-    if covered != part.stop - part.start:
-        raise CheckpointError(f"{part.name}: the shards cover {covered} of {part.stop - part.start} elements")
-    steps = next(iter(shards.values()))[0]["steps"]
-    if steps and isinstance(adam, torch.optim.Adam):
-        # A tensor of its own for each parameter: it is counted up in place.
-        adam.state[part.main] = {"step": torch.tensor(float(steps)), **state}
-    elif steps:
-        adam.state[part.main] = state
-        for group in adam.param_groups:
-            group["step"] = steps
-
-
-def _optimizers(trainer: Any) -> list[Any]:
+def _bound(trainer: Any) -> Bound:
     if trainer.optimizer is None:
         raise RuntimeError("a borrowed trainer has no optimizer state")
-    return trainer.optimizer.chained_optimizers
+    return Bound(trainer.shard)
 
 
-def _owned(optimizer: Any, params: dict[str, torch.Tensor]) -> Iterator[Owned]:
-    names = {id(param): name for name, param in params.items()}
-    kinds = (
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-    )
-    for model_groups, main_groups in kinds:
-        for models, mains in zip(model_groups, main_groups):
-            for param, main in zip(models, mains):
-                span = optimizer._get_model_param_range_map(param)["param"]
-                yield Owned(names[id(param)], span.start, span.end, param.numel(), main)
+def _key(kind: str, name: str, box: Box) -> str:
+    return ":".join([kind, name, *(f"{lo}-{hi}" for lo, hi in box)])
 
 
-def _shard_name(trainer: Any) -> str:
-    return f"tp{trainer.groups.tp.rank()}-dp{trainer.groups.dp.rank()}"
+class _Pieces:
+    """The pieces of all files of a directory."""
 
+    def __init__(self, root: Path):
+        about = {path: json.loads(path.read_text()) for path in sorted(root.glob("rank*.json"))}
+        if not about:
+            raise CheckpointError(f"{root} holds no optimizer state")
+        first = next(iter(about.values()))
+        if len(about) != first["ranks"]:
+            raise CheckpointError(f"{root} holds the files of {len(about)} of {first['ranks']} ranks")
+        self.scalars = first["scalars"]
+        self._paths = [path.with_suffix(".safetensors") for path in about]
 
-class _open_all:
-    """Open the safetensors file beside each description: {description path: (description, file)}."""
-
-    def __init__(self, described: dict[Path, dict[str, Any]]):
-        self._described = described
-
-    def __enter__(self) -> dict[Path, tuple[dict[str, Any], Any]]:
-        self._files = {
-            path: safe_open(path.with_suffix(".safetensors"), framework="pt").__enter__() for path in self._described
-        }
-        return {path: (about, self._files[path]) for path, about in self._described.items()}
+    def __enter__(self) -> _Pieces:
+        self._files = [safe_open(path, framework="pt").__enter__() for path in self._paths]
+        self._index: dict[tuple[str, str], list[tuple[Box, str, Any]]] = {}
+        for file in self._files:
+            for key in file.keys():
+                kind, name, *cuts = key.split(":")
+                box = tuple(tuple(map(int, cut.split("-"))) for cut in cuts)
+                self._index.setdefault((kind, name), []).append((box, key, file))
+        return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
+        for file in self._files:
             file.__exit__(*error)
+
+    def read(self, kind: str, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """(box, data) of every stored piece of `box`."""
+        for stored, key, file in self._index.get((kind, name), ()):
+            if (both := intersect(stored, box)) is not None:
+                cut = tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(both, stored))
+                yield both, file.get_slice(key)[cut]
 
 
 def _replace(path: Path, write: Any) -> None:

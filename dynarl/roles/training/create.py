@@ -12,7 +12,7 @@ import torch
 
 from dynarl.roles.training.weights import small_files, write_model
 from dynarl.vps.digest import digest_weights
-from dynarl.vps.hf_megatron import Arch, hf_shapes
+from dynarl.vps.spec import ModelSpec
 
 
 def create_model(model_dir: str, model: dict[str, Any], tokenizer_dir: str, seed: int) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def create_model(model_dir: str, model: dict[str, Any], tokenizer_dir: str, seed
         raise ValueError(f"{directory} holds a model already; it is not overwritten")
     vocab, special = _tokenizer_ids(Path(tokenizer_dir))
     config = hf_config(model, vocab, special)
-    arch = Arch.from_config(config)
-    tensors = {name: _initial(name, shape, arch, seed) for name, shape in hf_shapes(arch).items()}
+    spec = ModelSpec.from_hf(config)
+    tensors = {name: _initial(name, shape, spec, seed) for name, shape, _ in spec.tensors}
     files = small_files(tokenizer_dir) | {"config.json": json.dumps(config, indent=2).encode()}
     write_model({name: value.to(getattr(torch, model["dtype"])) for name, value in tensors.items()}, files, model_dir)
     return {"parameters": sum(value.numel() for value in tensors.values()), "digest": digest_weights(model_dir)}
@@ -62,7 +62,7 @@ def hf_config(model: dict[str, Any], vocab: int, special: dict[str, int | None])
     }
 
 
-def _initial(name: str, shape: tuple[int, ...], arch: Arch, seed: int) -> torch.Tensor:
+def _initial(name: str, shape: tuple[int, ...], spec: ModelSpec, seed: int) -> torch.Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith("bias"):
@@ -72,7 +72,7 @@ def _initial(name: str, shape: tuple[int, ...], arch: Arch, seed: int) -> torch.
     std = 0.6 * shape[1] ** -0.5
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         # Outputs of residual branches are made smaller by their number, so that the sum keeps its size (GPT-2).
-        std /= math.sqrt(2 * arch.layers)
+        std /= math.sqrt(2 * spec.layers)
     # torch's CPU generator looks at the low 32 bits of a seed only, so both have to be mixed into those.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     return torch.randn(shape, generator=generator) * std

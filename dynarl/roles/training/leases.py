@@ -3,9 +3,8 @@
 A lease is a set of samples that is either worked off completely or given back untouched: once its first micro-batch has
 run it will be finished. That is what makes "trained exactly once" a fact and not a hope.
 
-Where a replica spans several tensor-parallel workers, all of them must run the same leases, though they hear of a
-cancellation at different moments. The first of them decides: before each lease it tells the others whether to run or to
-drop it.
+Where several workers do a lease together, all of them must run the same leases, though they hear of a cancellation at
+different moments. The first of them decides: before each lease it tells the others whether to run or to drop it.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ Lease = int | str
 
 
 class LeaseQueue:
-    """`run(samples)` does one micro-batch and returns its result; `done(lease, results)` follows a lease's last one."""
+    """`run(batches)` does some micro-batches of a lease, one or all, and returns their results; `done(lease, results)`
+    follows a lease's last one."""
 
-    def __init__(self, run: Callable[[Sequence[Sample]], Any], done: Callable[[Lease, list[Any]], None]):
+    def __init__(self, run: Callable[[list[list[Sample]]], list[Any]], done: Callable[[Lease, list[Any]], None]):
         self._run, self._done = run, done
         self._waiting: deque[tuple[Lease, list[Sample]]] = deque()
         self._cancelled: set[Lease] = set()
@@ -46,20 +46,21 @@ class LeaseQueue:
         self._cancelled.update(given_back)
         return given_back
 
-    def work(self, cap_tokens: int, group: dist.ProcessGroup | None) -> bool:
-        """Run one micro-batch. Returns whether there is more to do. group: the tensor-parallel ranks of the replica."""
+    def work(self, cap_tokens: int, group: dist.ProcessGroup | None, whole: bool = False) -> bool:
+        """Run one micro-batch, or all of a lease. Returns whether there is more to do. group: who does a lease together."""
         if self._lease is None and not self._start_next(cap_tokens, group):
             return False
-        self._results.append(self._run(self._batches.popleft()))
+        batches = [self._batches.popleft() for _ in range(len(self._batches) if whole else 1)]
+        self._results.extend(self._run(batches))
         if not self._batches:
             lease, results, self._lease, self._results = self._lease, self._results, None, []
             self._finished.append(lease)
             self._done(lease, results)
         return bool(self._batches or self._waiting)
 
-    def drain(self, cap_tokens: int, group: dist.ProcessGroup | None) -> list[Lease]:
+    def drain(self, cap_tokens: int, group: dist.ProcessGroup | None, whole: bool = False) -> list[Lease]:
         """Work everything off; returns the leases finished since the last drain."""
-        while self.work(cap_tokens, group):
+        while self.work(cap_tokens, group, whole):
             pass
         finished, self._finished = self._finished, []
         return finished

@@ -29,13 +29,13 @@ def num_tokens(sample: Sample) -> int:
     return max(1, (len(sample["prompt"]) + len(sample["response"])) // 4 - 1)
 
 
-def collate(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """Raises ValueError for a sample without a prompt: its first token would have no position to be predicted from."""
+def collate(samples: Sequence[Sample], device: torch.device, multiple_of: int = 1) -> MicroBatch:
+    """multiple_of: of positions. Raises ValueError for a sample without a prompt: its first token would have no position to be predicted from."""
     for sample in samples:
         if not sample["prompt"]:
             raise ValueError(f"sample {sample['sample']!r} has an empty prompt")
     size = len(samples)
-    width = max(num_tokens(sample) for sample in samples)
+    width = -(-max(num_tokens(sample) for sample in samples) // multiple_of) * multiple_of
     rows = b"".join((sample["prompt"] + sample["response"])[: 4 * width].ljust(4 * width, b"\0") for sample in samples)
     counts = [len(sample["response"]) // 4 for sample in samples]
     counts_B = torch.tensor(counts)

@@ -1,16 +1,31 @@
-"""Joining and leaving torch worlds through a key-value store, and the device that a worker computes on."""
+"""The torch processes of a job: who is who, the process groups among them, and the device that a worker computes on.
+
+A worker has a fixed rank among all workers that may ever train. Process groups are made of any of these ranks, by their
+members alone, and kept: a later layout that wants the same ranks together gets the group that is there. So layouts come
+and go, on more ranks or fewer, and no process leaves its world for that.
+
+torch needs a default group, to name ranks by. Here it has a rank and no connections: a collective that was given no group
+fails at once.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 # Longer than any wait between two ranks of a healthy step, short enough that a lost peer is noticed.
 TIMEOUT = timedelta(minutes=10)
+
+GroupKey = tuple[tuple[int, ...], str]  # ranks in order, backend
+
+# Size of the default group: more than there will be ranks, since nobody knows how many will come.
+NUM_NAMES = 1 << 20
 
 
 def compute_device(kind: str) -> torch.device:
@@ -44,16 +59,112 @@ def connect(address: str) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
 
 
-def enter_world(store: dist.Store, name: str, rank: int, size: int, device: torch.device) -> None:
-    """Make `name` the torch world of this process. A world joined earlier is left first."""
-    leave_world()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=TIMEOUT)
+class World:
+    """This process as rank `rank`, and its groups. One per process: making another one ends the former.
+
+    `name` is that of a generation: a process that took the place of a dead one can only be found under a new name, so
+    all members of its groups enter a world of another name. Members of a group must ask for it in the same order as for
+    the other groups that they share.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int, device: torch.device):
+        self.store, self.name, self.rank, self.device = store, name, rank, device
+        self._kept: dict[GroupKey, dist.ProcessGroup] = {}
+        leave_world()
+        _name_ranks(rank)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are kept, for whoever counts their memory."""
+        return len(self._kept)
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of `ranks`, this one among them, numbered in that order. Made at the first call, by all members."""
+        key = self.key(ranks)
+        if key not in self._kept:
+            self._kept[key] = self.new_group(key, self.store, self.name)
+        return self._kept[key]
+
+    def draft(self, name: str) -> Draft:
+        """Groups of a layout that may never come to be. All its ranks must give the same name, a new one each time."""
+        return Draft(self, f"{self.name}/{name}")
+
+    def forget(self, ranks: Sequence[int]) -> None:
+        """End every group in which one of these ranks is: that process is gone."""
+        for key in [key for key in self._kept if set(key[0]) & set(ranks)]:
+            dist.destroy_process_group(self._kept.pop(key))
+
+    def key(self, ranks: Sequence[int]) -> GroupKey:
+        return tuple(ranks), "nccl" if self.device.type == "cuda" else "gloo"
+
+    def new_group(self, key: GroupKey, store: dist.Store, name: str) -> dist.ProcessGroup:
+        """torch.distributed.new_group, for members alone and whatever world they entered when."""
+        ranks, backend = key
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self.rank),
+            list(ranks),
+            backend,
+            dist.PrefixStore(name, store),
+            c10d.GroupName(f"{name}/{','.join(map(str, ranks))}"),
+            timeout=TIMEOUT,
+        )
+        c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+        if backend == "nccl" and len(ranks) > 1:
+            # NCCL connects at the first collective, which is dear; let it be this one.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
+
+
+class Draft:
+    """Groups that a world has, and new ones that it will have once they are kept. May be filled by a thread."""
+
+    def __init__(self, world: World, name: str):
+        self.rank, self._world, self._name = world.rank, world, name
+        # A client of the store serves one call at a time, and here one may wait long for a rank that never comes.
+        self._store = world.store.clone()
+        self._new: dict[GroupKey, dist.ProcessGroup] = {}
+        self._dropped = False
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """As World.group."""
+        key = self._world.key(ranks)
+        kept = self._world._kept.get(key) or self._new.get(key)
+        if kept is None:
+            kept = self._world.new_group(key, self._store, self._name)
+            if self._dropped:
+                dist.destroy_process_group(kept)
+                raise RuntimeError(f"the groups of {self._name} are not wanted any more")
+            self._new[key] = kept
+        return kept
+
+    def keep(self) -> None:
+        """The world has these groups from now on."""
+        self._world._kept.update(self._new)
+        self._new = {}
+
+    def drop(self) -> None:
+        """End the new ones. Others may have got further or less far; nobody will look for them under this name again."""
+        self._dropped = True
+        for group in self._new.values():
+            dist.destroy_process_group(group)
+        self._new = {}
 
 
 def leave_world() -> None:
+    """End all groups of this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _name_ranks(rank: int) -> None:
+    store = dist.HashStore()
+    names = dist.ProcessGroup(store, rank, NUM_NAMES)
+    names._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+    names._set_group_name("names")
+    names._set_group_desc("names")
+    c10d._register_pg_in_world(names, "undefined", store, c10d.GroupName("names"), "undefined", rank_mapping={})
+    c10d._update_default_pg(names)
 
 
 def standalone_group(store: dist.Store, name: str, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:

@@ -1,36 +1,57 @@
-"""One model replica's shard on one device: gradients of micro-batches, and for owners the optimizer.
+"""Training on one device: gradients of micro-batches, and for owners the optimizer step; and from one layout to the next.
 
 Owners and borrowed workers hold the same model and the same flat gradient buffers. An owner has the optimizer state as
 well; a borrowed worker's sums are added into an owner's buffers before the step (see reduction.py) and it keeps
 nothing.
 
-Gradients are those of a SUM over tokens and stay so until `step` divides once by the token count of the whole batch.
+Gradients are those of a SUM over tokens and stay so until `step` divides once by the token count of the whole batch. No
+result depends on the layout, other than by the order of additions.
+
+To another layout, while the old one stays whole until the end::
+
+    connect(layout)    groups, in the background, while training goes on; also ranks that will leave
+    prepare()          model and optimizer without memory; False: this rank is not in the layout
+    allocate(scalars)  memory; step counters and learning rate
+                       ... tensors move (state.py, transport/) ...
+    adopt()            the next shard trains from now on, the old one is freed
+    discard()          or: the next one is forgotten
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-import zlib
-from typing import Any, Sequence
+import threading
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dynarl.config.schema import Config
 from dynarl.rl.losses import policy_loss, supervised_loss
 from dynarl.roles.training import microbatch, weights
-from dynarl.roles.training.groups import build_groups
+from dynarl.roles.training.arch import Arch, read_arch
+from dynarl.roles.training.groups import Groups, build_groups
 from dynarl.roles.training.logprobs import entropy, token_logprobs
-from dynarl.roles.training.megatron import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    OptimizerConfig,
-    clip_grad_by_total_norm_fp32,
-    finalize_model_grads,
-    get_megatron_optimizer,
-)
+from dynarl.roles.training.megatron import clip_grad_by_total_norm_fp32, finalize_model_grads
 from dynarl.roles.training.megatron_cpu import host_tensors
-from dynarl.roles.training.model import build_model, picked_logits, vocab_of
+from dynarl.roles.training.model import DTYPES, hidden_states, picked_logits
+from dynarl.roles.training.pipeline import gather_bytes, run_forward_backward
+from dynarl.roles.training.shard import Shard
+from dynarl.roles.training.state import Bound, State
+from dynarl.roles.training.torch_world import World
+from dynarl.transport.torch_p2p import execute
+from dynarl.vps.plan import plan_for_rank
+from dynarl.vps.train_layout import TrainLayout
+
+Stats = dict[str, float]
+STATS_BYTES = 2048  # more than any set of statistics takes as JSON
+
+# What a replica runs while another one of its lease has a micro-batch and it has none: one token, nothing to learn.
+NOTHING = [{"sample": "", "prompt": bytes(4), "response": b"", "advantage": 0.0, "weight": 0.0}]
 
 
 class NotFiniteError(FloatingPointError):
@@ -38,85 +59,213 @@ class NotFiniteError(FloatingPointError):
 
 
 class Trainer:
-    """Built inside a torch world (see torch_world.enter_world), collectively by all its ranks."""
+    """What a training worker has: a shard that trains, if any, and the next one. layout None: no shard yet."""
 
-    def __init__(self, config: Config, model_dir: str, device: torch.device, owner: bool):
-        self.config, self.device, self.owner = config, device, owner
-        self.arch = weights.read_arch(model_dir)
+    def __init__(self, config: Config, model_dir: str, world: World, layout: TrainLayout | None, owner: bool):
+        self.config, self.world, self.device = config, world, world.device
+        arch = read_arch(model_dir)
+        # State is kept in the type that is trained in, whatever the files have.
+        self.arch: Arch = dataclasses.replace(arch, spec=dataclasses.replace(arch.spec, dtype=config.model.dtype))
         self.files = weights.small_files(model_dir)
-        self.groups = build_groups(config.training.tp)
-        self.vocab = vocab_of(self.arch, self.groups)
-        model = build_model(self.arch, self.groups, config.model.dtype).to(device)
-        with host_tensors():
-            self.ddp = DistributedDataParallel(
-                model.config,
-                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-                model,
-                pg_collection=self.groups,
-            )
-        self.model = model
-        self.params = weights.parameters_by_name(model)
-        self.load(model_dir)
-        self.optimizer = self._build_optimizer() if owner else None
-        self.layout = zlib.crc32(repr([(name, tuple(p.shape)) for name, p in self.params.items()]).encode())
-        self.begin("grpo")
+        self._shard: Shard | None = None
+        self.next: Shard | None = None
+        self._connecting: _Connecting | None = None
+        self.loss = "grpo"
+        if layout is not None:
+            self._shard = Shard(config, self.arch, build_groups(layout, world), self.device, owner)
+            self.load(model_dir)
+            self.begin("grpo")
 
-    def _build_optimizer(self) -> Any:
-        training, bf16 = self.config.training, self.config.model.dtype == "bfloat16"
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=training.lr,
-            weight_decay=training.weight_decay,
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_eps=training.adam_eps,
-            clip_grad=training.clip_grad,
-            use_distributed_optimizer=True,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        )
-        with host_tensors():
-            return get_megatron_optimizer(config, [self.ddp], pg_collection=self.groups, use_gloo_process_groups=False)
+    @property
+    def shard(self) -> Shard:
+        """The shard that trains. Raises RuntimeError where this worker has none."""
+        if self._shard is None:
+            raise RuntimeError(f"rank {self.world.rank} is in no layout yet")
+        return self._shard
+
+    @property
+    def has_shard(self) -> bool:
+        return self._shard is not None
+
+    @property
+    def groups(self) -> Groups:
+        return self.shard.groups
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        return self.shard.params
+
+    @property
+    def optimizer(self) -> Any:
+        return self.shard.optimizer
+
+    @property
+    def works_on_leases(self) -> bool:
+        """Whether micro-batches are run lease by lease, with other ranks; else each is run for itself."""
+        return self.groups.pp.size() > 1 or self.groups.replica[1] > 1
+
+    # ---- to another layout
+
+    def connect(self, name: str, source: TrainLayout, layout: TrainLayout) -> None:
+        """Begin to build the groups of `layout`, and one over all ranks of both layouts, in the background.
+
+        All ranks of both must be told. name: of this attempt, the same on all ranks and never used before.
+        """
+        self.discard()
+        self._connecting = _Connecting(self.world, name, source, layout.checked(self.arch.spec))
+
+    def prepare(self, limit_s: float | None = None) -> int:
+        """Once the groups are there, build the next shard; returns the bytes that `allocate` will take, 0 on a rank that
+        is not in the layout. Raises what went wrong in the background, TimeoutError if it still goes on."""
+        if self._connecting is None:
+            raise RuntimeError("connect has not been called")
+        groups = self._connecting.wait(limit_s)
+        if groups is None:
+            return 0
+        if self.next is None:
+            self.next = Shard(self.config, self.arch, groups, self.device, owner=True)
+            self._next_bytes, self._allocated = self.next.release(), False
+        return self._next_bytes
+
+    def transfer(self, kinds: Sequence[str]) -> int:
+        """Move the state over torch's process groups, by the plan from the source to the next layout. Returns bytes received."""
+        if self._connecting is None or self._connecting.both is None:
+            raise RuntimeError("prepare has not been called, or this rank is in neither layout")
+        source, layout = self._connecting.source, self._connecting.layout
+        plan = plan_for_rank(self.arch.spec, source, layout, self.world.rank, kinds=kinds)
+        positions = {rank: i for i, rank in enumerate(plan.ranks)}
+        return execute(plan, self.state(), self.world.rank, self._connecting.both, positions, self.device)
+
+    def allocate(self, scalars: dict[str, Any]) -> None:
+        """Give the next shard memory, zeros all of it, and what moves beside the tensors (`scalars()` of a source rank).
+
+        Raises RuntimeError where there is not enough memory.
+        """
+        if self.next is not None:
+            self.next.allocate()
+            Bound(self.next).set_scalars(scalars)
+            self._allocated = True
+
+    def state(self) -> State:
+        """The state of this rank, of the shard that trains as the source and the next one as the destination."""
+        return State(self._shard, self.next)
+
+    def scalars(self) -> dict[str, Any]:
+        """What moves beside the tensors (see state.Bound.scalars)."""
+        return Bound(self.shard).scalars()
+
+    def digests(self) -> dict[str, dict[str, int]]:
+        """Of the shard that trains ("source") and of the next one ("target"); see state.Bound.digests."""
+        state = self.state()
+        sides = {"source": state.source, "target": state.target}
+        return {name: {} if side is None else side.digests() for name, side in sides.items()}
+
+    def adopt(self) -> None:
+        """Train with the next shard from now on (a rank without one has left) and free the old one."""
+        if self._connecting is None or (self.next is not None and not self._allocated):
+            raise RuntimeError("there is nothing to adopt: prepare and allocate have not both been called")
+        self._connecting.draft.keep()
+        self._shard, self.next, self._connecting = self.next, None, None
+        if self._shard is not None:
+            self.begin(self.loss)
+
+    def discard(self) -> None:
+        """Forget the next layout and its groups, except those that there were before."""
+        if self._connecting is not None:
+            self._connecting.draft.drop()
+        self.next = self._connecting = None
+
+    # ---- weights
 
     def load(self, model_dir: str) -> None:
         """Take the weights of a Hugging Face directory."""
-        weights.load_shard(self.params, self.arch, model_dir, self.groups.tp.size(), self.groups.tp.rank())
-        if getattr(self, "optimizer", None):
-            # With bfloat16 weights the optimizer steps on float32 copies of them.
-            self.optimizer.reload_model_params()
+        self.shard.load(model_dir)
 
     def export(self, model_dir: str) -> None:
-        """Write the Hugging Face directory. Replica 0 does it; the other owners have nothing to do."""
-        if self.groups.dp.rank() == 0:
-            weights.export(self.params, self.arch, self.files, model_dir, self.groups.tp)
+        """Write the Hugging Face directory. All owners must call; the first one writes."""
+        weights.export(
+            self.params, self.arch.spec, self.shard.layout, self.groups.all, self.files, model_dir
+        )
+
+    # ---- training
 
     def begin(self, loss: str) -> None:
         """Start a batch: forget all gradients. loss: "grpo" or "sft"."""
         if loss not in ("grpo", "sft"):
             raise ValueError(f"loss {loss!r} is neither grpo nor sft")
         self.loss = loss
-        self.ddp.zero_grad_buffer()
+        if self._shard is not None:
+            self._shard.ddp.zero_grad_buffer()
 
     def gradient_buffers(self) -> list[Tensor]:
         """The flat float32 gradient sums, without the padding behind them: its size depends on the owners."""
-        return [buffer.grad_data[: buffer.numel_unpadded] for buffer in self.ddp.buffers]
+        return [buffer.grad_data[: buffer.numel_unpadded] for buffer in self.shard.buffers]
 
-    def train(self, samples: Sequence[microbatch.Sample]) -> dict[str, float]:
-        """Add the gradients of one micro-batch. Returns sums over its tokens (see rl.losses)."""
-        batch = microbatch.collate(samples, self.device)
-        logits_NV = picked_logits(self.model, batch.tokens_BS, batch.picks_N)
+    def train(self, batches: Sequence[Sequence[microbatch.Sample]]) -> list[Stats]:
+        """Add the gradients of micro-batches. Returns sums over their tokens (see rl.losses), of each or of all together.
+
+        Where this rank works on leases, all ranks of `groups.lease` must call with the same micro-batches.
+        """
+        if not self.works_on_leases:
+            return [self._train_alone(samples) for samples in batches]
+        return [self._train_together(batches)]
+
+    def _train_alone(self, samples: Sequence[microbatch.Sample]) -> Stats:
+        batch = self._collate(samples)
+        loss, stats = self._loss(samples, batch, hidden_states(self.shard.model, batch.tokens_BS))
+        loss.backward()
+        return stats
+
+    def _train_together(self, batches: Sequence[Sequence[microbatch.Sample]]) -> Stats:
+        mine, share = self.groups.replica
+        # All replicas of a lease run as many micro-batches, for their tokens meet at the experts.
+        dealt = [batches[at + mine] if at + mine < len(batches) else NOTHING for at in range(0, len(batches), share)]
+        collated = [self._collate(samples) for samples in dealt]
+        model, done = self.shard.model, []
+        parts = self.groups.tp.size() if model.config.sequence_parallel else 1
+
+        def forward(i: int, received: Tensor | None) -> Tensor:
+            hidden = hidden_states(model, collated[i].tokens_BS, received)
+            if not self.groups.is_last_stage:
+                return hidden
+            loss, stats = self._loss(dealt[i], collated[i], hidden)
+            if dealt[i] is not NOTHING:
+                done.append(stats)
+            return loss
+
+        shapes = [
+            (batch.tokens_BS.shape[1] // parts, batch.tokens_BS.shape[0], model.config.hidden_size)
+            for batch in collated
+        ]
+        like = torch.empty(0, dtype=DTYPES[self.config.model.dtype], device=self.device)
+        run_forward_backward(self.groups.pp, shapes, forward, like)
+        # The tensor-parallel ranks of a last stage have the same sums: one of them tells.
+        told = done if self.groups.tp.rank() == 0 else []
+        everyone = gather_bytes(self.groups.lease, json.dumps(add_stats(told)).encode(), STATS_BYTES, self.device)
+        return add_stats([json.loads(data) for data in everyone])
+
+    def _collate(self, samples: Sequence[microbatch.Sample]) -> microbatch.MicroBatch:
+        parts = self.groups.tp.size() if self.shard.model.config.sequence_parallel else 1
+        return microbatch.collate(samples, self.device, multiple_of=parts)
+
+    def _loss(
+        self, samples: Sequence[microbatch.Sample], batch: microbatch.MicroBatch, hidden_SBH: Tensor
+    ) -> tuple[Tensor, Stats]:
+        vocab, tp = self.shard.vocab, self.groups.tp
+        logits_NV = picked_logits(self.shard.model, hidden_SBH, batch.picks_N)
         if self.loss == "grpo":
             logits_NV = logits_NV / self.config.algorithm.temperature
-        logprobs_N = token_logprobs(logits_NV, batch.targets_N, self.vocab, self.groups.tp)
+        logprobs_N = token_logprobs(logits_NV, batch.targets_N, vocab, tp)
         weight_N = microbatch.per_sample(batch, [sample.get("weight", 1.0) for sample in samples], self.device)
+        if samples is NOTHING:
+            return logprobs_N.sum(), {}
         if self.loss == "sft":
             loss, stats = supervised_loss(logprobs_N, weight_N)
         else:
             loss, stats = self._policy_loss(samples, batch, logprobs_N, weight_N)
-            stats["entropy"] = (entropy(logits_NV, self.vocab, self.groups.tp) * weight_N).sum()
-        loss.backward()
+            stats["entropy"] = (entropy(logits_NV, vocab, tp) * weight_N).sum()
         values = torch.stack([value.float() for value in stats.values()]).tolist()
-        return dict(zip(stats, values)) | {"samples": len(samples), "padded_tokens": batch.tokens_BS.numel()}
+        return loss, dict(zip(stats, values)) | {"samples": len(samples), "padded_tokens": batch.tokens_BS.numel()}
 
     def _policy_loss(
         self, samples: Sequence[microbatch.Sample], batch: microbatch.MicroBatch, logprobs_N: Tensor, weight_N: Tensor
@@ -150,9 +299,10 @@ class Trainer:
             raise RuntimeError("a borrowed trainer has no optimizer")
         if global_tokens <= 0:
             raise ValueError(f"a step over {global_tokens} tokens has no gradient")
+        ddp = self.shard.ddp
         with host_tensors():
-            self.ddp.scale_gradients(1.0 / global_tokens)
-            finalize_model_grads([self.ddp], None, pg_collection=self.groups)
+            ddp.scale_gradients(1.0 / global_tokens)
+            finalize_model_grads([ddp], None, pg_collection=self.groups.megatron)
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
@@ -169,8 +319,8 @@ class Trainer:
 
         Nothing to do on the CPU. With float32 weights the optimizer steps on views of them, so only they move.
         """
-        if self.device.type == "cuda":
-            for buffer in self.ddp.buffers:
+        if self.device.type == "cuda" and self.has_shard:
+            for buffer in self.shard.buffers:
                 buffer.offload_to_cpu()
             if self.optimizer is not None and self.config.model.dtype != "float32":
                 self.optimizer.offload_to_cpu()
@@ -178,8 +328,56 @@ class Trainer:
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        if self.device.type == "cuda":
-            for buffer in self.ddp.buffers:
+        if self.device.type == "cuda" and self.has_shard:
+            for buffer in self.shard.buffers:
                 buffer.reload_from_cpu()
             if self.optimizer is not None and self.config.model.dtype != "float32":
                 self.optimizer.restore_from_cpu()
+
+
+class _Connecting:
+    """Groups of a transition, made by a thread: other ranks may come to them late, and this one trains in the meantime."""
+
+    def __init__(self, world: World, name: str, source: TrainLayout, layout: TrainLayout):
+        self.source, self.layout, self.draft = source, layout, world.draft(name)
+        self.both: dist.ProcessGroup | None = None
+        self._ranks = sorted({*source.ranks, *layout.ranks})
+        self._groups: Groups | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="connect", daemon=True)
+        if world.rank in self._ranks:
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.both = self.draft.group(self._ranks)
+            if self.draft.rank in self.layout.ranks:
+                self._groups = build_groups(self.layout, self.draft)
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, limit_s: float | None) -> Groups | None:
+        """The groups, None on a rank that is not in the layout."""
+        if self._thread.ident is not None:
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the groups of {self.layout} are not up after {limit_s} s")
+        if self._error is not None:
+            raise RuntimeError(f"the groups of {self.layout} could not be built: {self._error}") from self._error
+        return self._groups
+
+
+def add_stats(parts: Sequence[Stats]) -> Stats:
+    """Sum of statistics; names in _max take the maximum.
+
+    >>> add_stats([{"tokens": 2.0, "x_max": 1.0}, {"tokens": 3.0, "x_max": 0.5}])
+    {'tokens': 5.0, 'x_max': 1.0}
+    """
+    total: Stats = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in total:
+                total[name] = value
+            else:
+                total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+    return total

@@ -1,4 +1,4 @@
-"""Weights between a Hugging Face directory and the shard of this rank.
+"""Weights between a Hugging Face directory and the ranks of a layout.
 
 One form for everything: warm start, weight sync, borrowed trainers and checkpoints read and write the same directory, a
 complete Hugging Face model with one model.safetensors.
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Mapping
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dynarl.vps.box import Box
 from dynarl.vps.digest import INDEX_FILE, WEIGHTS_FILE
-from dynarl.vps.hf_megatron import Arch, Shard, hf_shapes, is_replicated, shards
+from dynarl.vps.spec import ModelSpec
+from dynarl.vps.train_layout import Part, TrainLayout
 
 SMALL_FILE_BYTES = 64 << 20
-
-
-def read_arch(model_dir: str | os.PathLike[str]) -> Arch:
-    return Arch.from_config(json.loads((Path(model_dir) / "config.json").read_text()))
 
 
 def small_files(model_dir: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -41,53 +39,89 @@ def small_files(model_dir: str | os.PathLike[str]) -> dict[str, bytes]:
 
 @torch.no_grad()
 def load_shard(
-    params: Mapping[str, torch.Tensor], arch: Arch, model_dir: str | os.PathLike[str], tp: int, rank: int
+    params: Mapping[str, torch.Tensor],
+    spec: ModelSpec,
+    layout: TrainLayout,
+    rank: int,
+    model_dir: str | os.PathLike[str],
 ) -> None:
     """Fill `params` (Megatron name -> parameter) of one rank in place. Only the bytes of this rank are read.
 
     Raises ValueError where the checkpoint lacks a tensor or has one of another shape.
     """
-    shapes = hf_shapes(arch)
     with _Checkpoint(Path(model_dir)) as checkpoint:
-        for shard in shards(arch, tp, rank):
-            target, at = params[shard.name], 0
-            if tuple(target.shape) != shard.shape:
-                raise ValueError(f"{shard.name} has shape {tuple(target.shape)}, its layout says {shard.shape}")
-            for piece in shard.slices:
-                data = checkpoint.read(piece.tensor, shapes[piece.tensor], shard.axis, piece.start, piece.stop)
-                target.narrow(shard.axis, at, piece.stop - piece.start).copy_(data)
-                at += piece.stop - piece.start
-            target.narrow(shard.axis, at, shard.shape[shard.axis] - at).zero_()
+        for placement in layout.placements(spec, rank):
+            target = params[placement.parameter]
+            if tuple(target.shape) != placement.shape:
+                raise ValueError(
+                    f"{placement.parameter} has shape {tuple(target.shape)}, its layout says {placement.shape}"
+                )
+            if sum(_volume(part.box) for part in placement.parts) < target.numel():
+                target.zero_()  # rows of padding
+            for part in placement.parts:
+                tensor = spec.tensors[part.tensor]
+                local(target, part).copy_(checkpoint.read(tensor.name, tensor.shape, part.box))
 
 
+@torch.no_grad()
 def export(
     params: Mapping[str, torch.Tensor],
-    arch: Arch,
+    spec: ModelSpec,
+    layout: TrainLayout,
+    group: dist.ProcessGroup,
     files: Mapping[str, bytes],
     model_dir: str | os.PathLike[str],
-    group: dist.ProcessGroup,
 ) -> None:
-    """Write the model of `group` (its tensor-parallel ranks) to `model_dir`; rank 0 writes, all ranks must call.
+    """Write the model of a layout to `model_dir`. The first rank of `group`, which is all ranks, writes; all must call.
 
     The weights appear by a rename, last, so a reader never sees half a model.
     """
-    leader = dist.get_global_rank(group, 0)
-    if group.rank() != 0:
-        for shard in shards(arch, group.size(), group.rank()):
-            if not is_replicated(shard):
-                dist.send(params[shard.name].detach().contiguous(), leader, group=group)
-        return
-    dtype = next(iter(params.values())).dtype
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in hf_shapes(arch).items()}
-    for rank in range(group.size()):
-        for shard in shards(arch, group.size(), rank):
-            if rank == 0:
-                _scatter(shard, params[shard.name].detach(), tensors)
-            elif not is_replicated(shard):
-                received = torch.empty_like(params[shard.name])
-                dist.recv(received, dist.get_global_rank(group, rank), group=group)
-                _scatter(shard, received, tensors)
-    write_model(tensors, files, model_dir)
+    mine = group.rank()
+    tensors: dict[str, torch.Tensor] = {}
+    if mine == 0:
+        dtype = next(iter(params.values())).dtype
+        tensors = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in spec.tensors}
+    for position, parameter, part in _once_each(spec, layout):
+        if position == mine:
+            data = local(params[parameter].detach(), part).contiguous()
+        if position == mine == 0:
+            _cell(tensors[spec.tensors[part.tensor].name], part.box).copy_(data)
+        elif position == mine:
+            group.send([data], 0, 0).wait()
+        elif mine == 0:
+            shape = [hi - lo for lo, hi in part.box]
+            data = torch.empty(shape, dtype=dtype, device=next(iter(params.values())).device)
+            group.recv([data], position, 0).wait()
+            _cell(tensors[spec.tensors[part.tensor].name], part.box).copy_(data)
+    if mine == 0:
+        write_model(tensors, files, model_dir)
+
+
+def local(parameter: torch.Tensor, part: Part) -> torch.Tensor:
+    """The cells of a local parameter that are one part of a logical tensor."""
+    return _cell(parameter, tuple((at, at + hi - lo) for at, (lo, hi) in zip(part.at, part.box)))
+
+
+def _cell(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(lo, hi) for lo, hi in box)]
+
+
+def _volume(box: Box) -> int:
+    size = 1
+    for lo, hi in box:
+        size *= hi - lo
+    return size
+
+
+def _once_each(spec: ModelSpec, layout: TrainLayout) -> Iterator[tuple[int, str, Part]]:
+    """(position of a rank, its parameter, part) such that each box of the model is there once, rank by rank."""
+    seen: set[tuple[int, Box]] = set()
+    for position, rank in enumerate(layout.ranks):
+        for placement in layout.placements(spec, rank):
+            for part in placement.parts:
+                if (part.tensor, part.box) not in seen:
+                    seen.add((part.tensor, part.box))
+                    yield position, placement.parameter, part
 
 
 def write_model(
@@ -101,14 +135,6 @@ def write_model(
     partial = directory / f".{WEIGHTS_FILE}.{os.getpid()}.tmp"
     save_file(dict(tensors), partial, metadata={"format": "pt"})
     os.replace(partial, directory / WEIGHTS_FILE)
-
-
-def _scatter(shard: Shard, data: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    at = 0
-    for piece in shard.slices:
-        size = piece.stop - piece.start
-        tensors[piece.tensor].narrow(shard.axis, piece.start, size).copy_(data.narrow(shard.axis, at, size))
-        at += size
 
 
 class _Checkpoint:
@@ -127,7 +153,7 @@ class _Checkpoint:
         for file in self._open.values():
             file.__exit__(*error)
 
-    def read(self, name: str, shape: tuple[int, ...], axis: int, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
         file = self._file_of.get(name, WEIGHTS_FILE)
         if file not in self._open:
             self._open[file] = safe_open(self._dir / file, framework="pt").__enter__()
@@ -139,7 +165,7 @@ class _Checkpoint:
             raise ValueError(
                 f"{self._dir / file}: {name} has shape {tuple(view.get_shape())}, config.json says {shape}"
             )
-        return view[start:stop] if axis == 0 else view[:, start:stop]
+        return view[tuple(slice(lo, hi) for lo, hi in box)]
 
 
 def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:

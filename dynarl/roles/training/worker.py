@@ -4,6 +4,16 @@ Life of a batch, the same for owners and borrowed workers up to the last line::
 
     begin -> train, train, ... (queued; one micro-batch between calls) -> drain -> reduce -> [owners] step, export
 
+To another layout, between two batches; nothing of the old one is touched until `adopt`, and `discard` leads back to it::
+
+    prepare_layout    on all ranks of both layouts, at any time: groups are built while training goes on
+    prepared          once all have answered that: waits for the groups, builds the model without memory      (vote)
+    scalars           of any owner, after the step
+    reserve           takes the memory, and those scalars                                                       (vote)
+    transfer          moves the state over torch's groups; or the agents move it (transport/)
+    digests           of both sides, to be compared as sums over all ranks                                      (vote)
+    adopt | discard
+
 Only owners hold optimizer state. Sums are reported per lease in the event "trained"; see rl.losses for their names.
 """
 
@@ -20,9 +30,11 @@ from dynarl.roles.training import checkpoint, megatron_cpu, torch_world
 from dynarl.roles.training.create import create_model
 from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.reduction import tree_sum
-from dynarl.roles.training.trainer import Trainer
+from dynarl.roles.training.trainer import Trainer, add_stats
 from dynarl.roles.worker import Worker, main
 from dynarl.vps.digest import WEIGHTS_FILE, digest_weights
+from dynarl.vps.layout import ALL_KINDS
+from dynarl.vps.train_layout import TrainLayout
 
 
 class TrainingWorker(Worker):
@@ -62,15 +74,62 @@ class TrainingWorker(Worker):
         owner: bool,
         model_dir: str,
         version: int,
+        layout: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Join torch world `world` and build the shard of this rank. All ranks of the world must be called together."""
+        """Enter torch world `world` as `rank` and build the shard of this rank. All ranks of the layout must be called.
+
+        layout: fields of a TrainLayout; without one, ranks 0..size-1 with the tensor-parallel size of the config.
+        """
+        settings, entered = self._enter(config, store, world, rank)
+        cut = train_layout(layout) if layout else default_layout(settings, size)
+        self._trainer = Trainer(settings, model_dir, entered, cut, owner)
+        return {"digest": digest_weights(model_dir), "parameters": sum(p.numel() for p in self.trainer.params.values())}
+
+    def do_enter(self, config: dict[str, Any], store: str, world: str, rank: int, model_dir: str) -> None:
+        """As `build`, without a shard: this worker will join a layout later. model_dir: any version of the model."""
+        settings, entered = self._enter(config, store, world, rank)
+        self._trainer = Trainer(settings, model_dir, entered, None, owner=True)
+
+    def _enter(self, config: dict[str, Any], store: str, world: str, rank: int) -> tuple[Config, torch_world.World]:
         settings = msgspec.convert(config, Config)
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
         self._trainer = None
-        torch_world.enter_world(torch_world.connect(store), world, rank, size, device)
-        self._trainer = Trainer(settings, model_dir, device, owner)
-        return {"digest": digest_weights(model_dir), "parameters": sum(p.numel() for p in self.trainer.params.values())}
+        return settings, torch_world.World(torch_world.connect(store), world, rank, device)
+
+    # ---- to another layout
+
+    def do_prepare_layout(self, name: str, source: dict[str, Any], layout: dict[str, Any]) -> None:
+        """Begin to build the groups of `layout`. name: of this attempt, never used before in this world."""
+        self.trainer.connect(name, train_layout(source), train_layout(layout))
+
+    def do_prepared(self, limit_s: float) -> dict[str, int]:
+        """Bytes that `reserve` will take, beside the moments; and how many groups are kept."""
+        return {"bytes": self.trainer.prepare(limit_s), "groups": self.trainer.world.num_groups}
+
+    def do_scalars(self) -> dict[str, Any]:
+        """Step counters and learning rate of an owner, for `reserve`."""
+        return self.trainer.scalars()
+
+    def do_reserve(self, scalars: dict[str, Any]) -> None:
+        self.trainer.allocate(scalars)
+
+    def do_transfer(self) -> dict[str, int]:
+        return {"bytes_received": self.trainer.transfer(ALL_KINDS)}
+
+    def do_digests(self) -> dict[str, dict[str, int]]:
+        """{"source": ..., "target": ...}; see state.Bound.digests. A side that this rank has no part in is {}."""
+        return self.trainer.digests()
+
+    def do_adopt(self) -> None:
+        """Train in the next layout. A worker that is not in it keeps its world, and no shard."""
+        self._queue = LeaseQueue(self._train, self._trained)
+        self.trainer.adopt()
+
+    def do_discard(self) -> None:
+        self.trainer.discard()
+
+    # ---- gradients
 
     def do_join_reduction(self, store: str, name: str, rank: int, size: int) -> None:
         """Join the group over which gradients of borrowed workers travel. A former one is left."""
@@ -95,12 +154,19 @@ class TrainingWorker(Worker):
         return self._queue.cancel(leases)
 
     def do_drain(self) -> list[Lease]:
-        return self._queue.drain(self.trainer.config.training.max_tokens_per_micro_batch, self.trainer.groups.tp)
+        if not self.trainer.has_shard:
+            return []
+        return self._queue.drain(*self._how)
 
     def work(self) -> bool:
-        if self._trainer is None:
+        if self._trainer is None or not self._trainer.has_shard:
             return False
-        return self._queue.work(self.trainer.config.training.max_tokens_per_micro_batch, self.trainer.groups.tp)
+        return self._queue.work(*self._how)
+
+    @property
+    def _how(self) -> tuple[int, torch.distributed.ProcessGroup, bool]:
+        trainer = self.trainer
+        return trainer.config.training.max_tokens_per_micro_batch, trainer.groups.lease, trainer.works_on_leases
 
     def do_reduce(self, members: list[list[int]]) -> None:
         """Sum the gradients of the list that holds this worker's reduction rank into the first of that list."""
@@ -109,7 +175,7 @@ class TrainingWorker(Worker):
         mine = [ranks for ranks in members if self._reduction.rank() in ranks]
         if len(mine) != 1:
             raise ValueError(f"reduction rank {self._reduction.rank()} is in {len(mine)} of the member lists {members}")
-        tree_sum(self.trainer.gradient_buffers(), mine[0], self._reduction, self.trainer.layout)
+        tree_sum(self.trainer.gradient_buffers(), mine[0], self._reduction, self.trainer.shard.fingerprint)
 
     def do_step(self, global_tokens: float, lr: float) -> dict[str, float]:
         return {"grad_norm": self.trainer.step(global_tokens, lr), "lr": lr}
@@ -117,7 +183,7 @@ class TrainingWorker(Worker):
     def do_export(self, model_dir: str, version: int) -> dict[str, Any]:
         """Write the weights. Only the first owner has a digest to report."""
         self.trainer.export(model_dir)
-        if torch.distributed.get_rank() != 0:
+        if self.trainer.groups.all.rank() != 0:
             return {"bytes": 0, "digest": None}
         return {"bytes": os.path.getsize(os.path.join(model_dir, WEIGHTS_FILE)), "digest": digest_weights(model_dir)}
 
@@ -129,34 +195,37 @@ class TrainingWorker(Worker):
 
     def do_sleep(self) -> None:
         """Release the device's memory while another role uses it; nothing to release on the CPU."""
-        if self._trainer is not None:
+        if self._trainer is not None and self._trainer.has_shard:
             self.trainer.sleep()
 
     def do_wake(self) -> None:
-        if self._trainer is not None:
+        if self._trainer is not None and self._trainer.has_shard:
             self.trainer.wake()
 
-    def _train(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        return self.trainer.train(samples)
+    def _train(self, batches: list[list[dict[str, Any]]]) -> list[dict[str, float]]:
+        return self.trainer.train(batches)
 
     def _trained(self, lease: Lease, results: list[dict[str, float]]) -> None:
         self.emit("trained", lease=lease, stats=add_stats(results))
 
 
-def add_stats(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Sum of statistics; names in _max take the maximum.
+def train_layout(fields: dict[str, Any]) -> TrainLayout:
+    """A layout from a message: lists are tuples."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return TrainLayout(**values)
 
-    >>> add_stats([{"tokens": 2.0, "x_max": 1.0}, {"tokens": 3.0, "x_max": 0.5}])
-    {'tokens': 5.0, 'x_max': 1.0}
-    """
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in total:
-                total[name] = value
-            else:
-                total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
-    return total
+
+def default_layout(config: Config, size: int) -> TrainLayout:
+    """Replicas of tensor-parallel ranks, as many as `size` ranks make."""
+    tp = config.training.tp
+    if size % tp:
+        raise ValueError(f"{size} training ranks do not divide into replicas of tensor-parallel size {tp}")
+    return TrainLayout(tp=tp, dp=size // tp, vocab_divisible_by=vocab_multiple(config))
+
+
+def vocab_multiple(config: Config) -> int:
+    """What the vocabulary of a tensor-parallel rank is padded to: matrix units of a GPU want it, a CPU does not."""
+    return 128 if config.cluster.device == "cuda" else 1
 
 
 if __name__ == "__main__":
