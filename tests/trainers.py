@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from worker_harness import Handle, Harness
 
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Model, Training
+from dynarl.vps.spec import ModelSpec
 from dynarl.vps.train_layout import TrainLayout
 
 NUM_STEPS = 10
@@ -58,6 +60,14 @@ def add_digests(parts) -> dict[str, int]:
         for key, value in part.items():
             total[key] = (total.get(key, 0) + value) % 2**64
     return total
+
+
+class Differs(AssertionError):
+    """What has arrived is not what was sent, by kind."""
+
+    def __init__(self, kinds: set[str]):
+        super().__init__(f"digests differ: {', '.join(sorted(kinds))}")
+        self.kinds = kinds
 
 
 def score(harness: Harness, model_dir: str, batches: list[list[dict]]) -> None:
@@ -155,24 +165,36 @@ class Fleet:
         self.replicas = [[self.everyone[rank] for rank in ranks] for ranks in lease_ranks(cut)] + borrowed
         self.active = [worker for replica in self.replicas for worker in replica]
 
-    def recut(self, cut: TrainLayout) -> dict:
-        """Move to another layout, as the controller does. Returns digests of both sides and bytes received by rank."""
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's tensors."""
+        settings = json.loads((Path(self.model_dir) / "config.json").read_text())
+        return {tensor.name: tensor.shape for tensor in ModelSpec.from_hf(settings).tensors}
+
+    def recut(self, cut: TrainLayout, before_digests=lambda: None) -> dict:
+        """Move to another layout, as the controller does, or raise Differs and stay in the old one.
+
+        Returns digests of both sides and bytes received by rank.
+        """
         ranks = sorted({*self.cut.ranks, *cut.ranks})
         workers = [self.everyone[rank] for rank in ranks]
         self.attempts += 1
-        name = f"try{self.attempts}"
-        together(workers, "prepare_layout", name=name, source=fields(self.cut), layout=fields(cut))
+        source, target = fields(self.cut), fields(cut)
+        together(workers, "prepare_layout", name=f"try{self.attempts}", source=source, layout=target)
         together(workers, "prepared", limit_s=30.0)
         together(workers, "reserve", scalars=self.owners[0].call("scalars"))
         moved = together(workers, "transfer")
+        before_digests()
         digests = together(workers, "digests")
+        source, target = (add_digests(each[side] for each in digests) for side in ("source", "target"))
+        kinds = {key for key in source | target if source.get(key, 0) != target.get(key, 0)}
+        if kinds:
+            together(workers, "discard")
+            raise Differs(kinds)
         together(workers, "adopt")
         self._set_layout(cut)
-        return {
-            "source": add_digests(each["source"] for each in digests),
-            "target": add_digests(each["target"] for each in digests),
-            "bytes": {rank: each["bytes_received"] for rank, each in zip(ranks, moved)},
-        }
+        received = {rank: each["bytes_received"] for rank, each in zip(ranks, moved)}
+        return {"source": source, "target": target, "bytes": received}
 
     def step(
         self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3

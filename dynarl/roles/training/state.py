@@ -166,7 +166,8 @@ class Bound:
                 name = self.spec.tensors[tensor].name
                 counted = {kind: digest_view(name, kind, box, view)}
                 if kind == "master":
-                    counted["step"] = volume(box) * self.steps_of(tensor, box) * int(axis_weights(name, "step", 0, 0, 1)[0])
+                    weight = int(axis_weights(name, "step", 0, 0, 1)[0])
+                    counted["step"] = volume(box) * self.steps_of(tensor, box) * weight
                 for key, value in counted.items():
                     total[key] = total.get(key, 0) + (value if first else 0)
                     others = f"{key}/replicas"
@@ -291,23 +292,20 @@ def _inside(
 
 def digest_view(name: str, kind: str, box: Box, view: Tensor) -> int:
     """As vps.digest.digest_box, of a tensor on any device."""
-    (lo, hi), (left, right) = (*box, (0, 1))[:2]
-    matrix = view.reshape(hi - lo, right - left)
-    rows = _signed(axis_weights(name, kind, 0, lo, hi), view.device)
-    columns = _signed(axis_weights(name, kind, 1, left, right), view.device) if len(box) == 2 else 1
-    signed, mask = {2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF)}[view.element_size()]
-    total = 0
-    height = max(1, DIGEST_ELEMENTS // (right - left))
-    for at in range(0, hi - lo, height):
-        some = matrix[at : at + height]
-        bits = (some.contiguous().view(signed).long() & mask) + 1
-        total += int(((bits * columns).sum(1) * rows[at : at + height]).sum())
-    return total % 2**64
-
-
-def _signed(weights: np.ndarray, device: torch.device) -> Tensor:
     # torch multiplies int64 mod 2**64, which is the same for signed and unsigned numbers.
-    return torch.from_numpy(weights.view(np.int64)).to(device)
+    rows, *columns = (
+        torch.from_numpy(axis_weights(name, kind, axis, lo, hi).view(np.int64)).to(view.device)
+        for axis, (lo, hi) in enumerate(box)
+    )
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
+    mask, total = (1 << 8 * view.element_size()) - 1, 0
+    height = max(1, DIGEST_ELEMENTS // max(1, view[0].numel())) if len(view) else 1
+    for at in range(0, len(view), height):
+        bits = (view[at : at + height].contiguous().view(integer).long() & mask) + 1
+        if columns:
+            bits = (bits * columns[0]).sum(1)
+        total += int((bits * rows[at : at + height]).sum())
+    return total % 2**64
 
 
 def _local(part: Part, box: Box) -> tuple[slice, ...]:

@@ -114,12 +114,12 @@ class Trainer:
         self.discard()
         self._connecting = _Connecting(self.world, name, source, layout.checked(self.arch.spec))
 
-    def prepare(self, timeout_s: float | None = None) -> int:
+    def prepare(self, limit_s: float | None = None) -> int:
         """Once the groups are there, build the next shard; returns the bytes that `allocate` will take, 0 on a rank that
         is not in the layout. Raises what went wrong in the background, TimeoutError if it still goes on."""
         if self._connecting is None:
             raise RuntimeError("connect has not been called")
-        groups = self._connecting.wait(timeout_s)
+        groups = self._connecting.wait(limit_s)
         if groups is None:
             return 0
         if self.next is None:
@@ -356,12 +356,12 @@ class _Connecting:
         except BaseException as error:
             self._error = error
 
-    def wait(self, timeout_s: float | None) -> Groups | None:
+    def wait(self, limit_s: float | None) -> Groups | None:
         """The groups, None on a rank that is not in the layout."""
         if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(limit_s)
             if self._thread.is_alive():
-                raise TimeoutError(f"the groups of {self.layout} are not up after {timeout_s} s")
+                raise TimeoutError(f"the groups of {self.layout} are not up after {limit_s} s")
         if self._error is not None:
             raise RuntimeError(f"the groups of {self.layout} could not be built: {self._error}") from self._error
         return self._groups
