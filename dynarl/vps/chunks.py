@@ -1,0 +1,87 @@
+"""In which order the parts of a model move, so that memory stays bounded: from sizes alone, the same on every rank.
+
+A chunk is what moves at a time: its source is released before the next one's destination is needed. For the live bytes of
+every rank to stay near the larger of its two states, each chunk must take about the same share of everybody's source and of
+everybody's destination. In the order of the layers it does not: when the pipeline changes, a rank may receive all it needs
+before it gives anything away, and its peak is up to the sum of both.
+
+So the model is laid out as one line of bytes, tensor after tensor, and cut into units of equal size (small tensors share
+one, big ones are cut by rows). Unit u belongs to chunk floor(C * frac(u * golden ratio)). Whatever is contiguous on the line
+(a pipeline stage, the rows of a tensor) or periodic (experts, interleaved stages) then has its share in every chunk, up to a
+number of units that grows with the logarithm of their count (three-distance theorem; the golden ratio is the number for
+which this holds best). No layout enters, so that no rank needs to know more than its own part, and no search is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynarl.vps.box import Pieces
+from dynarl.vps.overlap import cut
+
+GOLDEN = (5**0.5 - 1) / 2
+# A chunk's arrivals on one rank and the messages that two rounds in flight hold in staging (out and in: four times as much
+# at most) have to fit the budget together; the rest is for shares that are not quite equal.
+SHARES_IN_BUDGET = 8
+UNITS_IN_SHARE = 4
+MAX_CHUNKS = 1 << 14
+MAX_UNITS = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """How tensors are cut by rows, and which chunk each part belongs to."""
+
+    count: int
+    cut_tensor: np.ndarray  # int64 [K]: row `cut_row` of tensor `cut_tensor` begins a new part; sorted
+    cut_row: np.ndarray
+    first_part: np.ndarray  # int64 [T + 1]
+    chunk: np.ndarray  # int64, by part
+
+    def cut(self, pieces: Pieces) -> Pieces:
+        """The pieces, none of which reaches over two parts any more."""
+        return cut(pieces, 0, self.cut_tensor, self.cut_row)
+
+    def of(self, tensor: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """The chunk of boxes by their tensor and first row."""
+        if not len(self.cut_tensor) or not len(tensor):
+            return self.chunk[self.first_part[tensor]]
+        base = int(max(self.cut_row.max(), row.max())) + 1
+        cuts = self.cut_tensor * base + self.cut_row
+        # Cuts before this row, over all tensors; parts are numbered the same way, with one more for each tensor before.
+        return self.chunk[np.searchsorted(cuts, tensor.astype(np.int64) * base + row, side="right") + tensor]
+
+
+def golden_order(units: np.ndarray) -> np.ndarray:
+    """Where on [0, 1) each unit comes."""
+    return units * GOLDEN % 1.0
+
+
+def divide(rows: np.ndarray, nbytes: np.ndarray, budget: int, largest_dst: int, part_on_a_rank: float) -> Chunks:
+    """Chunks of tensors with `rows` [T] rows and `nbytes` [T] bytes of all kinds together.
+
+    `largest_dst`: bytes of the largest destination; `part_on_a_rank`: which part of a tensor that it touches a rank holds, at
+    most. Raises ValueError where the budget is too small to be kept.
+    """
+    share = budget / SHARES_IN_BUDGET
+    count = max(1, -(-largest_dst // max(int(share), 1)))
+    if count > MAX_CHUNKS:
+        least = -(-largest_dst * SHARES_IN_BUDGET // MAX_CHUNKS)
+        raise ValueError(f"a budget of {budget} bytes would need {count} chunks; {least} bytes are the least here")
+    total = int(nbytes.sum())
+    if count == 1:
+        parts = np.ones(len(rows), np.int64)
+        chunk = np.zeros(len(rows), np.int64)
+    else:
+        unit = max(share / UNITS_IN_SHARE / max(part_on_a_rank, 1e-9), total / MAX_UNITS, 1.0)
+        unit = min(unit, max(total / (count * UNITS_IN_SHARE), 1.0))
+        parts = np.clip(np.ceil(nbytes / unit).astype(np.int64), 1, np.maximum(rows, 1))
+        tensor = np.repeat(np.arange(len(rows)), parts)
+        nth = np.arange(len(tensor)) - (np.cumsum(parts) - parts)[tensor]
+        middle = (np.cumsum(nbytes) - nbytes)[tensor] + (nth + 0.5) * (nbytes / parts)[tensor]
+        chunk = (golden_order(middle // unit) * count).astype(np.int64)
+    tensor = np.repeat(np.arange(len(rows)), parts - 1)
+    nth = np.arange(len(tensor)) - (np.cumsum(parts - 1) - (parts - 1))[tensor] + 1
+    return Chunks(count, tensor, rows[tensor] * nth // parts[tensor], np.concatenate([[0], np.cumsum(parts)]), chunk)
