@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynarl.vps.box import Pieces
-from dynarl.vps.overlap import cut
+from dynarl.vps.overlap import cut, expand
 
 GOLDEN = (5**0.5 - 1) / 2
 # A chunk's arrivals on one rank and the messages that two rounds in flight hold in staging (out and in: four times as much
 # at most) have to fit the budget together; the rest is for shares that are not quite equal.
 SHARES_IN_BUDGET = 8
-UNITS_IN_SHARE = 4
+UNITS_IN_SHARE = 8
 MAX_CHUNKS = 1 << 14
 MAX_UNITS = 1 << 20
 
@@ -39,24 +39,29 @@ class Chunks:
     cut_row: np.ndarray
     first_part: np.ndarray  # int64 [T + 1]
     chunk: np.ndarray  # int64, by part
+    turn: np.ndarray  # float64 in [0, 1), by part: evenly spread within each chunk
 
     def cut(self, pieces: Pieces) -> Pieces:
         """The pieces, none of which reaches over two parts any more."""
         return cut(pieces, 0, self.cut_tensor, self.cut_row)
 
-    def of(self, tensor: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """The chunk of boxes by their tensor and first row."""
+    def part(self, tensor: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """The parts that boxes lie in, by their tensor and first row."""
         if not len(self.cut_tensor) or not len(tensor):
-            return self.chunk[self.first_part[tensor]]
+            return self.first_part[tensor]
         base = int(max(self.cut_row.max(), row.max())) + 1
         cuts = self.cut_tensor * base + self.cut_row
         # Cuts before this row, over all tensors; parts are numbered the same way, with one more for each tensor before.
-        return self.chunk[np.searchsorted(cuts, tensor.astype(np.int64) * base + row, side="right") + tensor]
+        return np.searchsorted(cuts, tensor.astype(np.int64) * base + row, side="right") + tensor
+
+    def of(self, pieces: Pieces) -> np.ndarray:
+        """The chunk of each piece."""
+        return self.chunk[self.part(pieces.tensor, pieces.lo[:, 0])]
 
 
-def golden_order(units: np.ndarray) -> np.ndarray:
-    """Where on [0, 1) each unit comes."""
-    return units * GOLDEN % 1.0
+def golden(numbers: np.ndarray) -> np.ndarray:
+    """Numbers 0, 1, 2, ... spread evenly over [0, 1), as are any of them in a row."""
+    return numbers * GOLDEN % 1.0
 
 
 def divide(rows: np.ndarray, nbytes: np.ndarray, budget: int, largest_dst: int, part_on_a_rank: float) -> Chunks:
@@ -71,17 +76,23 @@ def divide(rows: np.ndarray, nbytes: np.ndarray, budget: int, largest_dst: int, 
         least = -(-largest_dst * SHARES_IN_BUDGET // MAX_CHUNKS)
         raise ValueError(f"a budget of {budget} bytes would need {count} chunks; {least} bytes are the least here")
     total = int(nbytes.sum())
-    if count == 1:
-        parts = np.ones(len(rows), np.int64)
-        chunk = np.zeros(len(rows), np.int64)
-    else:
-        unit = max(share / UNITS_IN_SHARE / max(part_on_a_rank, 1e-9), total / MAX_UNITS, 1.0)
-        unit = min(unit, max(total / (count * UNITS_IN_SHARE), 1.0))
+    unit = max(share / UNITS_IN_SHARE / max(part_on_a_rank, 1e-9), total / MAX_UNITS, 1.0)
+    unit = min(unit, max(total / (count * UNITS_IN_SHARE), 1.0))
+    parts = np.ones(len(rows), np.int64)
+    if count > 1:
         parts = np.clip(np.ceil(nbytes / unit).astype(np.int64), 1, np.maximum(rows, 1))
-        tensor = np.repeat(np.arange(len(rows)), parts)
-        nth = np.arange(len(tensor)) - (np.cumsum(parts) - parts)[tensor]
-        middle = (np.cumsum(nbytes) - nbytes)[tensor] + (nth + 0.5) * (nbytes / parts)[tensor]
-        chunk = (golden_order(middle // unit) * count).astype(np.int64)
-    tensor = np.repeat(np.arange(len(rows)), parts - 1)
-    nth = np.arange(len(tensor)) - (np.cumsum(parts - 1) - (parts - 1))[tensor] + 1
-    return Chunks(count, tensor, rows[tensor] * nth // parts[tensor], np.concatenate([[0], np.cumsum(parts)]), chunk)
+    tensor, nth = expand(parts)
+    middle = (np.cumsum(nbytes) - nbytes)[tensor] + (nth + 0.5) * (nbytes / parts)[tensor]
+    number = middle // unit
+    in_chunk = golden(number) * count
+    first = np.searchsorted(number, number)  # parts that share a unit take different turns
+    turn = (in_chunk + golden(np.arange(len(number)) - first)) % 1.0
+    cut_tensor, nth = expand(parts - 1)
+    return Chunks(
+        count=count,
+        cut_tensor=cut_tensor,
+        cut_row=rows[cut_tensor] * (nth + 1) // parts[cut_tensor],
+        first_part=np.concatenate([[0], np.cumsum(parts)]),
+        chunk=in_chunk.astype(np.int64),
+        turn=turn,
+    )

@@ -1,8 +1,7 @@
 """Who sends a fragment to whom, from what is known of its tensor alone: every rank comes to the same choice by itself.
 
 - A receiver on whose node a holder is takes it from there; of several holders, which one rotates with the fragment and the
-  receiver, so that replicas share the work. The rotation steps by the golden ratio, which is even for tensors in a row as
-  well as for every third or ninth of them (always the same matrix of a layer).
+  receiver, so that replicas share the work. The rotation is even within every chunk.
 - Where a tensor goes to more ranks than have it, receivers pass it on: the receivers of a fragment form as many groups as it
   has holders. A holder sends it to one member of its group (hop 0), that one to the rest of its node and to one rank of each
   other node (hop 1), those to the rest of their nodes (hop 2). Which member is first, and on each node, rotates too, so that
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynarl.vps.chunks import GOLDEN
 from dynarl.vps.overlap import Cells
 
 HOPS = 3
@@ -26,20 +24,22 @@ def route(
     cells: Cells,
     cell_F: np.ndarray,
     tensor_F: np.ndarray,
-    ordinal_F: np.ndarray,
+    turn_F: np.ndarray,
     fragment_K: np.ndarray,
     receiver_K: np.ndarray,
     ranks_per_node: int,
+    worth_F: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(sender, hop) of each of K arrivals, which are sorted by fragment and receiver.
 
-    `cells`: who holds what; `cell_F`: the cell that fragment F is part of; `ordinal_F`: its number within its tensor.
+    `cells`: who holds what; `cell_F`: the cell that fragment F is part of; `turn_F`: a number in [0, 1) that
+    is spread evenly over the fragments of a chunk;
+    `worth_F`: whether it is big enough to be passed on (what a norm's few bytes save is not worth a message of its own).
     """
     if not len(fragment_K):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     base = int(max(cells.rank.max(), receiver_K.max())) + ranks_per_node + 1
     holders = np.repeat(np.arange(len(cells)), cells.num_holders) * base + cells.rank
-    turn_F = (tensor_F * GOLDEN + ordinal_F * GOLDEN**2 / 2) % 1.0
 
     def turn(of: np.ndarray, size: np.ndarray) -> np.ndarray:
         return (turn_F[of] * size).astype(np.int64)
@@ -60,7 +60,7 @@ def route(
 
     q_F = np.bincount(fragment_K, minlength=len(cell_F))
     scarce = _scarce_tensors(cells, tensor_F[fragment_K], receiver_K, base)
-    forward = (q_F > cells.num_holders[cell_F]) & scarce[tensor_F]
+    forward = worth_F & (q_F > cells.num_holders[cell_F]) & scarce[tensor_F]
     k = np.nonzero(forward[fragment_K])[0]
     if len(k):
         sender[k], hop[k] = _passed_on(

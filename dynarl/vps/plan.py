@@ -1,0 +1,731 @@
+"""The plan of a transition from one layout to another: who keeps, sends, receives and derives what, and when.
+
+    need(rank)  = what its destination holds, less what it holds at the source, less bf16 parameters of which it will hold
+                  the fp32 master (they are cast from it on arrival)
+    fragments   = need, cut at the boundaries of source boxes and of chunks; each has holders and receivers   overlap.py
+    routes      = who sends a fragment to whom; scarce ones are passed on by their receivers                  routes.py
+    chunks      = what moves at a time, so that memory stays bounded                                          chunks.py
+    rounds      = which pairs exchange when                                                                   rounds.py
+
+A plan is a sequence of steps. In step s chunk s goes from its holders to its first receivers, while chunks s - 1 and s - 2
+are passed on; then the source of chunk s is released. Each step is a closed exchange of `len(plan.ranks)` rounds, numbered
+through over all steps.
+
+Everything about a tensor follows from who holds and needs that tensor, from the sizes of the model and from the degrees, so
+a rank that computes its own part only (`plan_for_rank`) comes to the same as everybody else. `digest` says whether all planned
+from the same facts; `agreement` says whether what one rank will send is what the others expect.
+
+>>> from dynarl.vps.layout import EngineLayout
+>>> from dynarl.vps.spec import preset
+>>> plan = plan_transition(preset("smollm2-135m"), EngineLayout(tp=1), EngineLayout(tp=3), kinds=["param"])
+>>> plan.bytes_received, plan.bytes_received == plan.lower_bound
+({0: 0, 1: 89723520, 2: 89723520}, True)
+>>> [(e.round, e.peer, len(e.out), len(e.into)) for e in plan.transfers(1)]
+[(1, 0, 0, 272)]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from dynarl.vps import relabel as relabelling
+from dynarl.vps.box import Box, Pieces
+from dynarl.vps.chunks import Chunks, divide, golden
+from dynarl.vps.layout import Layout
+from dynarl.vps.overlap import Cells, concat, disjoint, expand, holds, join, subtract, volumes
+from dynarl.vps.rounds import num_rounds, round_of, simulate
+from dynarl.vps.routes import HOPS, route
+from dynarl.vps.spec import ModelSpec
+
+DEFAULT_BUDGET = 1 << 30
+# Part of every digest; raised when the same inputs would give another plan.
+VERSION = 1
+# Fragments below a hundredth of the mean size of tensors are sent to every receiver by a holder.
+WORTH_PASSING_ON = 100
+# Ranks of each layout that are looked at to size chunks.
+SAMPLE = 8
+
+
+class Fragment(NamedTuple):
+    """A box of one kind of one tensor (by its index in spec.tensors). It lies in one piece at the source and one at the
+    destination."""
+
+    kind: str
+    tensor: int
+    box: Box
+
+
+class Exchange(NamedTuple):
+    """What a rank does with one peer in one round: both directions at once, each one message.
+
+    A message is its fragments in this order, each row-major, nothing between them. A fragment that this rank does not hold
+    at the source is passed on: it arrived in an earlier step.
+    """
+
+    round: int
+    peer: int
+    out: list[Fragment]
+    into: list[Fragment]
+
+
+class Local(NamedTuple):
+    """What a rank does by itself in a step. keep: its own source (or `held` copy) becomes destination. derive: cast from the
+    master, which has arrived by the end of that step."""
+
+    how: Literal["keep", "derive"]
+    step: int
+    fragment: Fragment
+
+
+class Step(NamedTuple):
+    """In this order: keep, exchange round by round, derive, release (source memory that is not needed any more)."""
+
+    number: int
+    keep: list[Fragment]
+    exchanges: list[Exchange]
+    derive: list[Fragment]
+    release: list[Fragment]
+
+
+class Pair(NamedTuple):
+    """One message of a round."""
+
+    sender: int
+    receiver: int
+    nbytes: int
+
+
+class Round(NamedTuple):
+    """One matching: no rank is in two pairs, but for the two directions of the same."""
+
+    number: int
+    pairs: list[Pair]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Boxes with the rank that acts on them and the chunk they belong to, sorted by tensor, place and rank."""
+
+    rank: np.ndarray
+    tensor: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    chunk: np.ndarray
+
+    @classmethod
+    def of(cls, pieces: Pieces, chunk: np.ndarray) -> Parts:
+        order = np.lexsort((pieces.rank, pieces.lo[:, 1], pieces.lo[:, 0], pieces.tensor))
+        columns = (pieces.rank, pieces.tensor, pieces.lo, pieces.hi, chunk)
+        return cls(*(np.asarray(column)[order] for column in columns))
+
+    def select(self, which: np.ndarray) -> Parts:
+        return Parts(*(getattr(self, f)[which] for f in ("rank", "tensor", "lo", "hi", "chunk")))
+
+    @property
+    def elements(self) -> np.ndarray:
+        return volumes(self.lo, self.hi)
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """The part of a plan that kinds with the same cuts share, as arrays."""
+
+    kinds: tuple[str, ...]
+    width: int  # bytes of one element of all kinds together
+    sent: Parts  # rank: the receiver
+    sender: np.ndarray
+    hop: np.ndarray
+    round: np.ndarray  # numbered through over all steps
+    kept: Parts
+    derived: Parts
+    released: Parts
+    destination: Parts  # everything that the destination holds (chunk: 0)
+
+    def of_rank(self, rank: int) -> Moves:
+        """What concerns one rank."""
+        mine = (self.sent.rank == rank) | (self.sender == rank)
+        local = {f: getattr(self, f) for f in ("kept", "derived", "released", "destination")}
+        return replace(
+            self,
+            sent=self.sent.select(mine),
+            sender=self.sender[mine],
+            hop=self.hop[mine],
+            round=self.round[mine],
+            **{name: parts.select(parts.rank == rank) for name, parts in local.items()},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A transition. Of `plan_for_rank`, the per-rank figures are those of that rank only."""
+
+    spec: ModelSpec
+    src: Layout
+    dst: Layout  # relabelled, where that saves bytes
+    kinds: tuple[str, ...]
+    ranks: tuple[int, ...]  # of both layouts and of `held`, ascending
+    planned: tuple[int, ...]  # ranks that this plan knows all about
+    budget_bytes: int
+    num_chunks: int
+    moves: tuple[Moves, ...]
+    digest: str
+    links: float | Mapping[int, float] | None = None
+    bytes_saved_by_relabelling: int = 0
+    seconds_to_plan: float = 0.0
+
+    # ---- figures
+
+    @cached_property
+    def bytes_received(self) -> dict[int, int]:
+        """By rank."""
+        return self._per_rank(self._sum((m.sent.rank, m.sent.elements * m.width) for m in self.moves))
+
+    @cached_property
+    def bytes_sent(self) -> dict[int, int]:
+        """By rank, what it passes on included."""
+        return self._per_rank(self._sum((m.sender, m.sent.elements * m.width) for m in self.moves))
+
+    @cached_property
+    def lower_bound(self) -> dict[int, int]:
+        """By rank: bytes of its destination that it neither holds already nor casts from a master."""
+        total = np.zeros(len(self.ranks), np.int64)
+        for m in self.moves:
+            for sign, parts in ((1, m.destination), (-1, m.kept), (-1, m.derived)):
+                total += sign * self._sum([(parts.rank, parts.elements * m.width)])
+        return self._per_rank(total)
+
+    @cached_property
+    def source_bytes(self) -> dict[int, int]:
+        """By rank, of the kinds that move."""
+        return self._per_rank(self._sum((m.released.rank, m.released.elements * m.width) for m in self.moves))
+
+    @cached_property
+    def destination_bytes(self) -> dict[int, int]:
+        """By rank, of the kinds that move."""
+        return self._per_rank(self._sum((m.destination.rank, m.destination.elements * m.width) for m in self.moves))
+
+    @cached_property
+    def peak_bytes(self) -> dict[int, int]:
+        """By rank: source not yet released, destination, and staging for the messages of two rounds, at the worst moment.
+
+        Copies given as `held` are not counted.
+        """
+        ranks, steps = len(self.ranks), self.num_steps
+        change, arrivals = np.zeros((2, ranks, steps), np.int64)
+        for m in self.moves:
+            for parts, step in ((m.sent, m.sent.chunk + m.hop), (m.kept, m.kept.chunk), (m.derived, m.derived.chunk)):
+                np.add.at(arrivals, (self._at(parts.rank), step), parts.elements * m.width)
+            released = m.released.elements * m.width
+            np.add.at(change, (self._at(m.released.rank), m.released.chunk), released)
+        source = change.sum(axis=1)
+        after = source[:, None] + np.cumsum(arrivals - change, axis=1)
+        before = np.concatenate([source[:, None], after[:, :-1]], axis=1)
+        live = (before + arrivals).max(axis=1, initial=0)
+        return self._per_rank(np.maximum(live, source) + self._staging())
+
+    @property
+    def num_steps(self) -> int:
+        """Chunks, and the steps in which the last of them are passed on."""
+        return self.num_chunks + HOPS - 1
+
+    @property
+    def rounds_per_step(self) -> int:
+        return num_rounds(len(self.ranks))
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """Every round in which somebody exchanges something, in order."""
+        round_, sender, receiver, nbytes = (column.tolist() for column in self._messages)
+        result: list[Round] = []
+        for number, *pair in zip(round_, sender, receiver, nbytes):
+            if not result or result[-1].number != number:
+                result.append(Round(number, []))
+            result[-1].pairs.append(Pair(*pair))
+        return result
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """Rounds in which somebody exchanges something."""
+        return len(np.unique(self._messages[0]))
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Estimated time of the exchange at the speeds of `links`, every rank as fast as its partners allow; None: no links."""
+        return None if self.links is None else simulate(*self._messages, self.links)
+
+    @cached_property
+    def seconds_at_best(self) -> float | None:
+        """What no order of messages could beat: the busiest link, in one direction."""
+        if self.links is None:
+            return None
+        rate = self.links if isinstance(self.links, Mapping) else dict.fromkeys(self.ranks, self.links)
+        return max(max(self.bytes_received[r], self.bytes_sent[r]) / rate[r] for r in self.planned)
+
+    @cached_property
+    def seconds_to_plan_one_rank(self) -> float:
+        """Measured now, once: the time in which the busiest rank plans its own part."""
+        if len(self.planned) == 1:
+            return self.seconds_to_plan
+        busiest = max(self.planned, key=lambda rank: self.bytes_received[rank] + self.bytes_sent[rank])
+        began = time.perf_counter()
+        plan_for_rank(self.spec, self.src, self.dst, busiest, **self._inputs)
+        return time.perf_counter() - began
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Bytes sent by the rank that sends most, against the mean of the ranks that hold any of the source."""
+        source = [self.bytes_sent[rank] for rank in self.planned if self.source_bytes[rank]]
+        return max(self.bytes_sent.values()) * len(source) / max(1, sum(source))
+
+    def agreement(self, rank: int) -> int:
+        """A number mod 2**64 of what this rank sends and expects; over all ranks they add up to 0 where both ends agree."""
+        total = 0
+        for m in (moves.of_rank(rank) for moves in self.moves):
+            columns = (m.round, m.sender, m.sent.rank, m.sent.tensor, *m.sent.lo.T, *m.sent.hi.T)
+            row = np.full(len(m.sender), int.from_bytes(hashlib.sha256(repr(m.kinds).encode()).digest()[:8], "little"), np.uint64)
+            for column in columns:
+                row = _mix(row ^ column.astype(np.uint64))
+            total += int(row[m.sender == rank].sum(dtype=np.uint64)) - int(row[m.sent.rank == rank].sum(dtype=np.uint64))
+        return total % 2**64
+
+    def traffic(self) -> np.ndarray:
+        """Bytes from rank to rank, int64 [R, R], rows and columns in the order of `ranks`."""
+        result = np.zeros((len(self.ranks), len(self.ranks)), np.int64)
+        for m in self.moves:
+            np.add.at(result, (self._at(m.sender), self._at(m.sent.rank)), m.sent.elements * m.width)
+        return result
+
+    # ---- what to do
+
+    def transfers(self, rank: int) -> Iterator[Exchange]:
+        """Every exchange of a rank, in order."""
+        return (exchange for step in self.steps(rank) for exchange in step.exchanges)
+
+    def local(self, rank: int) -> Iterator[Local]:
+        """What a rank does by itself, in order. What neither is local nor arrives is padding, which has no logical address:
+        an executor fills it with zeros."""
+        for step in self.steps(rank):
+            yield from (Local("keep", step.number, fragment) for fragment in step.keep)
+            yield from (Local("derive", step.number, fragment) for fragment in step.derive)
+
+    def steps(self, rank: int) -> Iterator[Step]:
+        """Everything that a rank has to do, step by step; steps in which it does nothing are left out."""
+        if rank not in self.planned:
+            raise ValueError(f"rank {rank} is not in this plan, which is for {len(self.planned)} ranks")
+        n, me = self.rounds_per_step, self.ranks.index(rank)
+        todo: dict[int, Step] = {}
+        exchanges: dict[int, Exchange] = {}
+
+        def step(number: int) -> Step:
+            return todo.setdefault(number, Step(number, [], [], [], []))
+
+        for m in sorted((m.of_rank(rank) for m in self.moves), key=lambda m: self.kinds.index(m.kinds[0])):
+            for kind in m.kinds:
+                for chunk, fragment in self._fragments(kind, m.kept):
+                    step(chunk).keep.append(fragment)
+                for chunk, fragment in self._fragments(kind, m.derived):
+                    step(chunk + HOPS - 1).derive.append(fragment)
+                for chunk, fragment in self._fragments(kind, m.released):
+                    step(chunk).release.append(fragment)
+                rows = zip(m.round.tolist(), m.sender.tolist(), m.sent.rank.tolist(), self._fragments(kind, m.sent))
+                for number, sender, receiver, (_, fragment) in rows:
+                    if number not in exchanges:
+                        peer = receiver if sender == rank else sender
+                        assert number % n == round_of(me, self.ranks.index(peer), n)
+                        exchanges[number] = Exchange(number, peer, [], [])
+                    (exchanges[number].out if sender == rank else exchanges[number].into).append(fragment)
+        for number in sorted(exchanges):
+            step(number // n).exchanges.append(exchanges[number])
+        return (todo[number] for number in sorted(todo))
+
+    def destination(self, rank: int) -> Iterator[Fragment]:
+        """Every piece of a rank's destination, as the layout cuts it."""
+        for m in (m.of_rank(rank) for m in self.moves):
+            for kind in m.kinds:
+                yield from (fragment for _, fragment in self._fragments(kind, m.destination))
+
+    def apply(self, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tuple[Box, np.ndarray]]]]) -> dict:
+        """Execute the plan in this process: {rank: {(tensor, kind): [(box, array), ...]}} of the source, and of `held`, to the
+        same form at the destination. Tensors may be named by LogicalTensor, name or index."""
+        from dynarl.vps.execute import run
+
+        return run(self, buffers).buffers
+
+    # ---- inside
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def _messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(round, sender, receiver, bytes) of every message, sorted by round."""
+        n = len(self.ranks)
+        keys = [(m.round * n + self._at(m.sender)) * n + self._at(m.sent.rank) for m in self.moves]
+        sizes = [m.sent.elements * m.width for m in self.moves]
+        key, inverse = np.unique(np.concatenate(keys), return_inverse=True)
+        nbytes = np.zeros(len(key), np.int64)
+        np.add.at(nbytes, inverse, np.concatenate(sizes))
+        ranks = np.array(self.ranks, np.int64)
+        return key // (n * n), ranks[key // n % n], ranks[key % n], nbytes
+
+    def _staging(self) -> np.ndarray:
+        """By position: the most that two of a rank's rounds in a row send and receive."""
+        round_, sender, receiver, nbytes = self._messages
+        rank = self._at(np.concatenate([sender, receiver]))
+        key, inverse = np.unique(rank * (int(round_.max(initial=0)) + 1) + np.tile(round_, 2), return_inverse=True)
+        both = np.zeros(len(key), np.int64)
+        np.add.at(both, inverse, np.tile(nbytes, 2))
+        rank = key // (int(round_.max(initial=0)) + 1)
+        result = np.zeros(len(self.ranks), np.int64)
+        np.maximum.at(result, rank, both)
+        np.maximum.at(result, rank[1:], np.where(rank[1:] == rank[:-1], both[1:] + both[:-1], 0))
+        return result
+
+    @cached_property
+    def _sorted_ranks(self) -> np.ndarray:
+        return np.array(self.ranks, np.int64)
+
+    def _at(self, rank: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._sorted_ranks, rank)
+
+    def _sum(self, parts) -> np.ndarray:
+        """Bytes by position, from (ranks, bytes) pairs."""
+        total = np.zeros(len(self.ranks), np.int64)
+        for rank, nbytes in parts:
+            np.add.at(total, self._at(rank), nbytes)
+        return total
+
+    def _per_rank(self, by_position: np.ndarray) -> dict[int, int]:
+        values = dict(zip(self.ranks, by_position.tolist()))
+        return {rank: values[rank] for rank in self.planned}
+
+    def _fragments(self, kind: str, parts: Parts) -> Iterator[tuple[int, Fragment]]:
+        tensors = self.spec.tensors
+        for chunk, tensor, lo, hi in zip(
+            parts.chunk.tolist(), parts.tensor.tolist(), parts.lo.tolist(), parts.hi.tolist()
+        ):
+            yield chunk, Fragment(kind, tensor, tuple(zip(lo, hi))[: len(tensors[tensor].shape)])
+
+
+def plan_transition(
+    spec: ModelSpec,
+    src: Layout,
+    dst: Layout,
+    *,
+    kinds: Sequence[str],
+    relabel: bool = True,
+    budget_bytes: int | None = None,
+    held: Mapping[str, Pieces] | None = None,
+    links: float | Mapping[int, float] | None = None,
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """The plan of all ranks.
+
+    kinds: what moves; param, master, exp_avg, exp_avg_sq or registered extras.
+    relabel: let the ranks of `dst` change places where that saves bytes; with `ranks_per_node` only nodes as a whole and ranks
+        within a node, so that a group inside one node stays inside one.
+    budget_bytes: what the move may need beyond the larger of a rank's two states; default 1 GiB.
+    held: pieces that ranks hold besides the source and keep, by kind (a rollout engine's parameters).
+    links: bytes per second of every rank, or of each, for `Plan.seconds`.
+    ranks_per_node: senders on the receiver's node (rank // ranks_per_node) come first. Default: each rank is a node.
+
+    Raises ValueError where a layout does not fit the model, or where something is needed that nobody holds.
+    """
+    began = time.perf_counter()
+    planner = _Planner(spec, src, dst, kinds, budget_bytes, held, ranks_per_node)
+    plan = planner.plan(relabel=relabel)
+    plan = replace(plan, links=links, seconds_to_plan=time.perf_counter() - began)
+    plan.__dict__["_inputs"] = dict(kinds=kinds, budget_bytes=budget_bytes, held=held, ranks_per_node=ranks_per_node)
+    return plan
+
+
+def plan_for_rank(
+    spec: ModelSpec,
+    src: Layout,
+    dst: Layout,
+    rank: int,
+    *,
+    kinds: Sequence[str],
+    budget_bytes: int | None = None,
+    held: Mapping[str, Pieces] | None = None,
+    links: float | Mapping[int, float] | None = None,
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """One rank's part of `plan_transition(..., relabel=False)`, from the tensors only that it has or will have.
+
+    Relabelling looks at everybody's overlaps: whoever decides on the transition does it once and hands `plan.dst` to all.
+    """
+    began = time.perf_counter()
+    plan = _Planner(spec, src, dst, kinds, budget_bytes, held, ranks_per_node, only=rank).plan(relabel=False)
+    return replace(plan, links=links, seconds_to_plan=time.perf_counter() - began)
+
+
+class _Planner:
+    """The inputs of a plan, checked, and the way to it. `only`: plan for this rank."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        src: Layout,
+        dst: Layout,
+        kinds: Sequence[str],
+        budget_bytes: int | None,
+        held: Mapping[str, Pieces] | None,
+        ranks_per_node: int | None,
+        only: int | None = None,
+    ):
+        self.spec, self.src, self.dst = spec, src.checked(spec), dst.checked(spec)
+        self.kinds = tuple(dict.fromkeys(kinds))
+        self.budget = DEFAULT_BUDGET if budget_bytes is None else int(budget_bytes)
+        self.held = dict(held or {})
+        self.ranks_per_node = ranks_per_node or 1
+        self.only = only
+        if not self.kinds:
+            raise ValueError("a transition needs kinds of state to move")
+        if self.budget < 1 or self.ranks_per_node < 1:
+            raise ValueError(f"budget_bytes and ranks_per_node must be positive, not {budget_bytes}, {ranks_per_node}")
+        for kind in self.kinds:
+            spec.kind(kind)
+            if kind not in dst.kinds:
+                raise ValueError(f"the destination holds no {kind!r}, only {', '.join(dst.kinds)}")
+        others = (np.unique(pieces.rank).tolist() for pieces in self.held.values())
+        self.ranks = tuple(sorted(set(src.ranks) | set(dst.ranks) | {rank for some in others for rank in some}))
+        if only is not None and only not in self.ranks:
+            raise ValueError(f"rank {only} is in neither layout")
+
+    def plan(self, relabel: bool) -> Plan:
+        chunks = self.chunks()
+        mine = None if self.only is None else self.tensors_of(self.only)
+        needs = [self.need(kinds, chunks, mine) for kinds in self.groups()]
+        dst, saved = self.dst, 0
+        if relabel:
+            order, saved = relabelling.best(self.overlap(needs), self.dst.ranks, self.ranks_per_node)
+            dst = self.dst.relabelled(order)
+            new = np.zeros(max(self.dst.ranks) + 1, np.int64)
+            new[list(self.dst.ranks)] = order
+            needs = [need.renamed(new) for need in needs]
+        moves = tuple(self.moves(need, chunks) for need in needs)
+        planned = self.ranks
+        if self.only is not None:
+            moves, planned = tuple(m.of_rank(self.only) for m in moves), (self.only,)
+        return Plan(
+            self.spec, self.src, dst, self.kinds, self.ranks, planned, self.budget, chunks.count, moves,
+            self.digest(dst), bytes_saved_by_relabelling=saved,
+        )  # fmt: skip
+
+    # ---- sizes
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Kinds that are cut alike and held by the same: planned once."""
+        groups: dict[Any, list[str]] = {}
+        for kind in self.kinds:
+            key = (self.spec.kind(kind).sharded_as, kind in self.src.kinds, id(self.held.get(kind)))
+            groups.setdefault(key, []).append(kind)
+        return [tuple(kinds) for kinds in groups.values()]
+
+    def width(self, kinds: Sequence[str]) -> int:
+        return sum(self.spec.itemsize(kind) for kind in kinds)
+
+    def chunks(self) -> Chunks:
+        """From the sizes of the model and of some ranks, the same ones on every rank."""
+        nbytes = self.spec.sizes * self.width(self.kinds)
+        largest, part = 0, 0.0
+        for layout in (self.src, self.dst):
+            held, touched = {}, {}
+            for kinds in self.groups():
+                pieces = layout.pieces(self.spec, kinds[0], _sample(layout.ranks))
+                for rank in np.unique(pieces.rank).tolist():
+                    mine = pieces.of_rank(rank)
+                    held[rank] = held.get(rank, 0) + int(mine.volume.sum()) * self.width(kinds)
+                    touched.setdefault(rank, []).append(mine.tensor)
+            for rank, tensors in touched.items():
+                part = max(part, held[rank] / int(nbytes[np.unique(np.concatenate(tensors))].sum()))
+            largest = max(held.values(), default=0)
+        return divide(self.spec.shapes[:, 0], nbytes, self.budget, largest, part)
+
+    # ---- geometry
+
+    def tensors_of(self, rank: int) -> np.ndarray:
+        """Mask of the tensors that a rank has or will have."""
+        mine = np.zeros(len(self.spec.sizes), bool)
+        for kind in (kinds[0] for kinds in self.groups()):
+            for pieces in (*(layout.pieces(self.spec, kind, [rank]) for layout in (self.src, self.dst)),):
+                mine[pieces.tensor] = True
+            if kind in self.held:
+                mine[self.held[kind].of_rank(rank).tensor] = True
+        return mine
+
+    def pieces(self, layout: Layout, kind: str, mine: np.ndarray | None) -> Pieces:
+        """What all ranks hold of some tensors (mask; None: of all)."""
+        if mine is None:
+            return layout.pieces(self.spec, kind)
+        pieces = layout.pieces(self.spec, kind, _holders(layout, self.spec, mine))
+        return pieces.select(mine[pieces.tensor])
+
+    def need(self, kinds: tuple[str, ...], chunks: Chunks, mine: np.ndarray | None) -> _Need:
+        """Source and destination of some kinds, cut into chunks."""
+        kind = kinds[0]
+        source = chunks.cut(self.pieces(self.src, kind, mine))
+        holders = source
+        if kind in self.held:
+            held = self.held[kind]
+            holders = concat(source, chunks.cut(held if mine is None else held.select(mine[held.tensor])))
+        destination = self.pieces(self.dst, kind, mine)
+        rest, derived = destination, destination.select(np.zeros(0, np.int64))
+        if kind == "param" and "master" in self.kinds:
+            rest, derived = subtract(destination, self.pieces(self.dst, "master", mine))
+        return _Need(kinds, source, disjoint(holders), destination, chunks.cut(derived), disjoint(rest))
+
+    def overlap(self, needs: list[_Need]) -> np.ndarray:
+        """Bytes that each rank of the destination (rows) holds of what each of them needs (columns), in their order."""
+        return sum(
+            relabelling.overlap(need.holders, need.rest, need.fragments, self.dst.ranks) * self.width(need.kinds)
+            for need in needs
+        )
+
+    def moves(self, need: _Need, chunks: Chunks) -> Moves:
+        """Who keeps, sends and receives what of some kinds, and when."""
+        cell, wanted, lo, hi = need.fragments
+        tensor = need.holders.tensor[cell]
+        part = chunks.part(tensor, lo[:, 0])
+        # Fragments of one part take different turns.
+        turn = (chunks.turn[part] + golden(np.arange(len(part)) - np.searchsorted(part, part))) % 1.0
+        fragment, nth = expand(need.rest.num_holders[wanted])
+        rank = need.rest.rank[need.rest.start[wanted[fragment]] + nth]
+        self.check_complete(need, fragment, rank, volumes(lo, hi))
+        has_it = holds(need.holders, cell[fragment], rank)
+        chunk = chunks.chunk[part]
+
+        def parts(which: np.ndarray) -> Parts:
+            f = fragment[which]
+            return Parts(rank[which], tensor[f], lo[f], hi[f], chunk[f])
+
+        worth = volumes(lo, hi) * (len(self.spec.sizes) * WORTH_PASSING_ON) >= self.spec.parameters
+        sender, hop = route(
+            need.holders, cell, tensor, turn, fragment[~has_it], rank[~has_it], self.ranks_per_node, worth
+        )
+        sent = parts(~has_it)
+        ranks, n = np.array(self.ranks, np.int64), len(self.ranks)
+        pair = round_of(np.searchsorted(ranks, sender), np.searchsorted(ranks, sent.rank), n)
+        return Moves(
+            kinds=need.kinds,
+            width=self.width(need.kinds),
+            sent=sent,
+            sender=sender,
+            hop=hop,
+            round=(sent.chunk + hop) * num_rounds(n) + pair,
+            kept=parts(has_it),
+            derived=Parts.of(need.derived, chunks.of(need.derived)),
+            released=Parts.of(need.source, chunks.of(need.source)),
+            destination=Parts.of(need.destination, np.zeros(len(need.destination), np.int64)),
+        )
+
+    def check_complete(self, need: _Need, fragment: np.ndarray, rank: np.ndarray, elements: np.ndarray) -> None:
+        """Raise ValueError if some rank needs what nobody holds."""
+        got, wanted = np.zeros((2, max(self.ranks) + 1), np.int64)
+        np.add.at(got, rank, elements[fragment])
+        np.add.at(wanted, need.rest.rank, np.repeat(need.rest.volume, need.rest.num_holders))
+        if (short := np.nonzero(got < wanted)[0]).size:
+            r = int(short[0])
+            raise ValueError(
+                f"rank {r} needs {int(wanted[r])} elements of {need.kinds[0]!r} at the destination, "
+                f"but the source holds only {int(got[r])} of them"
+            )
+
+    def digest(self, dst: Layout) -> str:
+        """Of everything that the plan follows from; computed without planning, and the same on every rank."""
+        state = hashlib.sha256()
+        facts = (VERSION, self.src, dst, self.kinds, self.budget, self.ranks_per_node, self.ranks)
+        state.update(repr(facts).encode())
+        state.update(repr([(kind, self.spec.kind(kind)) for kind in self.kinds]).encode())
+        state.update(_names_and_shapes(self.spec))
+        for kind in sorted(self.held):
+            pieces = self.held[kind]
+            for array, dtype in ((pieces.rank, np.int64), (pieces.tensor, np.int64), (pieces.lo, np.int64), (pieces.hi, np.int64)):
+                state.update(kind.encode() + np.ascontiguousarray(array, dtype).tobytes())
+        return state.hexdigest()[:32]
+
+
+@dataclass(frozen=True, eq=False)
+class _Need:
+    """Both sides of a transition of some kinds."""
+
+    kinds: tuple[str, ...]
+    source: Pieces  # what is released, cut into chunks
+    holders: Cells  # source and held copies, cut into chunks
+    destination: Pieces
+    derived: Pieces  # of the destination, cut into chunks
+    rest: Cells  # of the destination
+    known: list = field(default_factory=list)
+
+    @property
+    def fragments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(cell of `holders`, cell of `rest`, lo, hi), sorted by tensor and place."""
+        if not self.known:
+            wanted, cell = join(self.rest, self.holders)
+            lo = np.maximum(self.rest.lo[wanted], self.holders.lo[cell])
+            hi = np.minimum(self.rest.hi[wanted], self.holders.hi[cell])
+            order = np.lexsort((lo[:, 1], lo[:, 0], self.rest.tensor[wanted]))
+            self.known.append((cell[order], wanted[order], lo[order], hi[order]))
+        return self.known[0]
+
+    def renamed(self, new: np.ndarray) -> _Need:
+        """The same with ranks of the destination under other numbers."""
+
+        def pieces(some: Pieces) -> Pieces:
+            return Pieces(new[some.rank], some.tensor, some.lo, some.hi)
+
+        index = np.repeat(np.arange(len(self.rest)), self.rest.num_holders)
+        rank = new[self.rest.rank]
+        order = np.lexsort((rank, index))
+        return replace(
+            self,
+            destination=pieces(self.destination),
+            derived=pieces(self.derived),
+            rest=replace(self.rest, rank=rank[order]),
+        )
+
+
+def _sample(ranks: tuple[int, ...]) -> list[int]:
+    """Some ranks by their place in a layout, the first and the last among them."""
+    return [ranks[i] for i in np.unique(np.linspace(0, len(ranks) - 1, SAMPLE).astype(int))]
+
+
+def _holders(layout: Layout, spec: ModelSpec, tensors: np.ndarray) -> Sequence[int] | None:
+    """Ranks that may hold some of these tensors (mask); None: all of them may."""
+    pp = getattr(layout, "pp", 1)
+    if pp == 1:
+        return None
+    starts = spec.layer_starts
+    per_layer = np.add.reduceat(tensors[: starts[-1]], starts[:-1]) > 0
+    # First and last stage hold what lies outside of the layers.
+    outside = tensors[: starts[0]].any() or tensors[starts[-1] :].any()
+    size = len(layout.ranks) // pp
+    ranks: list[int] = []
+    for stage in range(pp):
+        layers = [layer for chunk in layout.stage_layers(spec, stage) for layer in chunk]
+        if (outside and stage in (0, pp - 1)) or per_layer[layers].any():
+            ranks += layout.ranks[stage * size : (stage + 1) * size]
+    return ranks
+
+
+@lru_cache(maxsize=8)
+def _names_and_shapes(spec: ModelSpec) -> bytes:
+    state = hashlib.sha256("\n".join(tensor.name for tensor in spec.tensors).encode())
+    state.update(np.ascontiguousarray(spec.shapes).tobytes())
+    return state.digest()
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit numbers without structure (the finalizer of splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
