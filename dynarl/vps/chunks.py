@@ -22,9 +22,10 @@ from dynarl.vps.box import Pieces
 from dynarl.vps.overlap import cut, expand
 
 GOLDEN = (5**0.5 - 1) / 2
-# A chunk's arrivals on one rank and the messages that two rounds in flight hold in staging (out and in: four times as much
-# at most) have to fit the budget together; the rest is for shares that are not quite equal.
-SHARES_IN_BUDGET = 8
+# Bytes of the budget for each byte that arrives on a rank with a chunk: itself, while its source is still there, and the
+# messages of two rounds in staging, in and out. Those are small where there are many peers; where there is only one, it is
+# that peer's round in every step, so that the two in flight are bounded by the arrivals of two chunks.
+SHARES_IN_BUDGET = 4
 UNITS_IN_SHARE = 8
 MAX_CHUNKS = 1 << 14
 MAX_UNITS = 1 << 20

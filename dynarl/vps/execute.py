@@ -38,7 +38,7 @@ class Store:
         """A copy of a fragment; None if it is not all here."""
         result, missing = None, volume(fragment.box)
         for box, array in self.pieces.get((fragment.tensor, fragment.kind), ()):
-            if (both := intersect(box, fragment.box)) is not None:
+            if array is not None and (both := intersect(box, fragment.box)) is not None:
                 if result is None:
                     result = np.empty([hi - lo for lo, hi in fragment.box], array.dtype)
                 result[_within(both, fragment.box)] = array[_within(both, box)]

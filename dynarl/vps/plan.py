@@ -280,9 +280,9 @@ class Plan:
 
     @cached_property
     def imbalance(self) -> float:
-        """Bytes sent by the rank that sends most, against the mean of the ranks that hold any of the source."""
-        source = [self.bytes_sent[rank] for rank in self.planned if self.source_bytes[rank]]
-        return max(self.bytes_sent.values()) * len(source) / max(1, sum(source))
+        """Bytes sent by the rank that sends most, against the mean of those that send anything."""
+        sent = [nbytes for nbytes in self.bytes_sent.values() if nbytes]
+        return max(sent) * len(sent) / sum(sent) if sent else 1.0
 
     def agreement(self, rank: int) -> int:
         """A number mod 2**64 of what this rank sends and expects; over all ranks they add up to 0 where both ends agree."""
