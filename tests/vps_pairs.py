@@ -48,7 +48,14 @@ def legal(spec: ModelSpec, ranks: tuple[int, ...]) -> list[Layout]:
         counts = tuple(per_stage + (stage < more) for stage in range(pp))
         try:
             layout = TrainLayout(
-                tp=tp, pp=pp, dp=len(ranks) // (tp * pp), ep=ep, etp=etp, pp_layers=counts, ranks=ranks, vocab_divisible_by=2
+                tp=tp,
+                pp=pp,
+                dp=len(ranks) // (tp * pp),
+                ep=ep,
+                etp=etp,
+                pp_layers=counts,
+                ranks=ranks,
+                vocab_divisible_by=2,
             )
             found.append(layout.checked(spec))
         except ValueError:
@@ -82,9 +89,7 @@ def engines(spec: ModelSpec, ranks: tuple[int, ...], tp: int = 1) -> EngineLayou
 
 def addresses(spec: ModelSpec, layout: Layout, kinds=OPTIMIZER, ranks=None) -> dict:
     """Buffers of a layout, every value of which is its own address; a parameter is equal to its master."""
-    return {
-        rank: _of_rank(spec, layout, rank, kinds) for rank in (layout.ranks if ranks is None else ranks)
-    }
+    return {rank: _of_rank(spec, layout, rank, kinds) for rank in (layout.ranks if ranks is None else ranks)}
 
 
 def _of_rank(spec: ModelSpec, layout: Layout, rank: int, kinds) -> dict:

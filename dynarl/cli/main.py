@@ -19,6 +19,7 @@ COMMANDS = {
     "cancel": ("dynarl.cli.cancel:command", "End a run in good order."),
     "config": ("dynarl.cli.config_cmd:command", "Show and check configurations."),
     "doctor": ("dynarl.cli.doctor:command", "Check that this machine and its Slurm can run dynarl."),
+    "vps": ("dynarl.cli.vps:command", "What it takes to move a model to another parallel layout."),
     "bench": ("dynarl.cli.bench:command", "Run a benchmark."),
 }
 

@@ -1,8 +1,9 @@
-"""Times and durations as they are shown."""
+"""Times, durations and sizes as they are shown, and sizes and rates as people write them."""
 
 from __future__ import annotations
 
 import datetime
+import re
 
 
 def iso_time(unix_s: float | None) -> str | None:
@@ -27,3 +28,45 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+_FACTORS = {
+    prefix + "i": 1024**power for power, prefix in enumerate(("", "K", "M", "G", "T")) if prefix
+} | {prefix: 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T"))}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `1GiB`, `500MB` or `4096`. Raises ValueError.
+
+    >>> parse_size("1GiB"), parse_size("1.5 kB"), parse_size("12")
+    (1073741824, 1500, 12)
+    """
+    if not (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i|[kMGT]?)(B?)\s*", text)):
+        raise ValueError(f"{text!r} is no size; write it like 1GiB or 500MB")
+    return int(float(found[1]) * _FACTORS[found[2]])
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second from `25GB/s` or `200Gb/s` (bits). Raises ValueError.
+
+    >>> parse_rate("25GB/s") == parse_rate("200Gb/s") == 25e9
+    True
+    """
+    if not (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i|[kMGT]?)([Bb])/s\s*", text)) or not float(found[1]):
+        raise ValueError(f"{text!r} is no rate; write it like 25GB/s or 200Gb/s")
+    return float(found[1]) * _FACTORS[found[2]] / (8 if found[3] == "b" else 1)
+
+
+def size(nbytes: float) -> str:
+    """For people: `0`, `512 B`, `3.4 MB`, `120 GB`.
+
+    >>> [size(n) for n in (0, 999, 3_400_000, 119_700_000_000)]
+    ['0', '999 B', '3.4 MB', '120 GB']
+    """
+    if not nbytes:
+        return "0"
+    power = 0
+    while nbytes >= 999.5 and power < 4:
+        nbytes, power = nbytes / 1000, power + 1
+    digits = 1 if power and nbytes < 9.95 else 0
+    return f"{nbytes:.{digits}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,16 +1,32 @@
-"""A cheap digest of model weights that notices a changed, missing or misplaced byte.
+"""Cheap digests of model state that notice a changed, missing or misplaced element. They guard against faults, not against
+an adversary.
 
-The CRC-32 of the data section of the safetensors files, in file order: swapping two chunks changes it, unlike a sum.
-It guards against faults, not against an adversary. About 1 GB/s; light enough for the agent, which has no torch.
+Of files: the CRC-32 of the data section of the safetensors files, in file order; swapping two chunks changes it, unlike a
+sum. About 1 GB/s; light enough for the agent, which has no torch.
+
+Of boxes in memory, for state that is cut differently before and after a move:
+
+    digest(tensor, kind) = sum over elements of (bits + 1) * row_weight[i] * column_weight[j]   mod 2**64
+
+with weights drawn from the name, the kind and the logical index. A sum, so boxes may be cut, ordered and held in any way:
+the digests of boxes that tile a tensor add up to that of the tensor. An element elsewhere counts differently, and one that is
+missing counts as one less even where it is zero. NaNs are compared by their bits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
+from functools import lru_cache
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import TYPE_CHECKING, Iterable, Iterator
+
+if TYPE_CHECKING:  # the agent reads weight files without numpy
+    import numpy as np
+
+    from dynarl.vps.box import Box
 
 CHUNK_BYTES = 4 << 20
 WEIGHTS_FILE = "model.safetensors"
@@ -52,3 +68,35 @@ def _data_section(path: Path) -> Iterator[bytes]:
         file.seek(start)
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
+
+
+def digest_box(name: str, kind: str, box: Box, array: np.ndarray) -> int:
+    """What one box of a tensor adds to its digest, mod 2**64. array: its elements, of 1, 2, 4 or 8 bytes, in the box's shape.
+
+    >>> import numpy as np
+    >>> whole = np.arange(12, dtype=np.float32).reshape(3, 4)
+    >>> left, right = (digest_box("w", "master", ((0, 3), c), whole[:, slice(*c)]) for c in ((0, 1), (1, 4)))
+    >>> (left + right) % 2**64 == digest_box("w", "master", ((0, 3), (0, 4)), whole)
+    True
+    """
+    import numpy as np
+
+    if array.shape != tuple(hi - lo for lo, hi in box):
+        raise ValueError(f"{name} ({kind}): an array of shape {array.shape} does not fit the box {box}")
+    bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").astype(np.uint64) + np.uint64(1)
+    weights = [axis_weights(name, kind, axis, lo, hi) for axis, (lo, hi) in enumerate(box)]
+    if len(box) == 2:
+        bits = (bits * weights[1]).sum(axis=1, dtype=np.uint64)
+    return int((bits * weights[0]).sum(dtype=np.uint64))
+
+
+@lru_cache(maxsize=256)
+def axis_weights(name: str, kind: str, axis: int, lo: int, hi: int) -> np.ndarray:
+    """Weights of rows (axis 0) or columns lo..hi-1: uint64, the finalizer of splitmix64 over a counter from a seed."""
+    import numpy as np
+
+    seed = int.from_bytes(hashlib.sha256(f"{name}\0{kind}\0{axis}".encode()).digest()[:8], "little")
+    x = np.arange(lo, hi, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -69,7 +69,9 @@ def run(plan: Plan, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tupl
     source = {rank: Store(names.indexed(buffers.get(rank, {}))) for rank in plan.ranks}
     target = {rank: Store(_empty(plan, rank)) for rank in plan.ranks}
     live, peak = dict(plan.source_bytes), dict(plan.source_bytes)
-    dtype = next((a.dtype for s in source.values() for (_, kind), v in s.pieces.items() if kind == "param" for _, a in v), None)
+    dtype = next(
+        (a.dtype for s in source.values() for (_, kind), v in s.pieces.items() if kind == "param" for _, a in v), None
+    )
 
     def grow(rank: int, nbytes: int, staged: int = 0) -> None:
         live[rank] += nbytes
@@ -93,7 +95,9 @@ def run(plan: Plan, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tupl
             for fragment in step.keep:
                 target[rank].write(fragment, fetch(rank, fragment))
                 grow(rank, size([fragment]))
-        exchanges = sorted(((e.round, rank, e) for rank, step in now for e in step.exchanges), key=lambda item: item[:2])
+        exchanges = sorted(
+            ((e.round, rank, e) for rank, step in now for e in step.exchanges), key=lambda item: item[:2]
+        )
         for _, pairs in itertools.groupby(exchanges, key=lambda item: item[0]):
             pairs = [(rank, exchange) for _, rank, exchange in pairs]
             packed = {rank: [fetch(rank, f) for f in exchange.out] for rank, exchange in pairs}
@@ -151,7 +155,9 @@ class _Names:
             self.by = self.tensors
         self.index = {name: i for i, name in enumerate(self.by)}
 
-    def indexed(self, held: Mapping[tuple[Any, str], Sequence[tuple[Box, np.ndarray]]]) -> dict[tuple[int, str], Stored]:
+    def indexed(
+        self, held: Mapping[tuple[Any, str], Sequence[tuple[Box, np.ndarray]]]
+    ) -> dict[tuple[int, str], Stored]:
         return {(self.index[tensor], kind): list(stored) for (tensor, kind), stored in held.items()}
 
     def named(self, pieces: Mapping[tuple[int, str], Stored]) -> dict[tuple[Any, str], Stored]:

@@ -144,7 +144,9 @@ def disjoint(pieces: Pieces) -> Cells:
     mine = np.isin(pieces.tensor, overlapping)
     some = pieces.select(mine)
     some = cut(some, 0, *_edges(some, 0))
-    _, slab = np.unique(some.tensor.astype(np.int64) * (int(some.lo[:, 0].max()) + 1) + some.lo[:, 0], return_inverse=True)
+    _, slab = np.unique(
+        some.tensor.astype(np.int64) * (int(some.lo[:, 0].max()) + 1) + some.lo[:, 0], return_inverse=True
+    )
     slabs = Pieces(some.rank, slab, some.lo, some.hi)
     of_slab = np.zeros(int(slab.max()) + 1, np.int64)
     of_slab[slab] = some.tensor

@@ -176,6 +176,8 @@ class Plan:
     num_chunks: int
     moves: tuple[Moves, ...]
     digest: str
+    held: Mapping[str, Pieces]
+    ranks_per_node: int
     links: float | Mapping[int, float] | None = None
     bytes_saved_by_relabelling: int = 0
     seconds_to_plan: float = 0.0
@@ -200,6 +202,16 @@ class Plan:
             for sign, parts in ((1, m.destination), (-1, m.kept), (-1, m.derived)):
                 total += sign * self._sum([(parts.rank, parts.elements * m.width)])
         return self._per_rank(total)
+
+    @cached_property
+    def kept_bytes(self) -> dict[int, int]:
+        """By rank: of its destination, what it holds already."""
+        return self._per_rank(self._sum((m.kept.rank, m.kept.elements * m.width) for m in self.moves))
+
+    @cached_property
+    def derived_bytes(self) -> dict[int, int]:
+        """By rank: of its destination, what it casts from masters."""
+        return self._per_rank(self._sum((m.derived.rank, m.derived.elements * m.width) for m in self.moves))
 
     @cached_property
     def source_bytes(self) -> dict[int, int]:
@@ -275,7 +287,9 @@ class Plan:
             return self.seconds_to_plan
         busiest = max(self.planned, key=lambda rank: self.bytes_received[rank] + self.bytes_sent[rank])
         began = time.perf_counter()
-        plan_for_rank(self.spec, self.src, self.dst, busiest, **self._inputs)
+        _Planner(
+            self.spec, self.src, self.dst, self.kinds, self.budget_bytes, self.held, self.ranks_per_node, only=busiest
+        ).plan(relabel=False)
         return time.perf_counter() - began
 
     @cached_property
@@ -289,10 +303,12 @@ class Plan:
         total = 0
         for m in (moves.of_rank(rank) for moves in self.moves):
             columns = (m.round, m.sender, m.sent.rank, m.sent.tensor, *m.sent.lo.T, *m.sent.hi.T)
-            row = np.full(len(m.sender), int.from_bytes(hashlib.sha256(repr(m.kinds).encode()).digest()[:8], "little"), np.uint64)
+            seed = int.from_bytes(hashlib.sha256(repr(m.kinds).encode()).digest()[:8], "little")
+            row = np.full(len(m.sender), seed, np.uint64)
             for column in columns:
                 row = _mix(row ^ column.astype(np.uint64))
-            total += int(row[m.sender == rank].sum(dtype=np.uint64)) - int(row[m.sent.rank == rank].sum(dtype=np.uint64))
+            sent, expected = (int(row[side == rank].sum(dtype=np.uint64)) for side in (m.sender, m.sent.rank))
+            total += sent - expected
         return total % 2**64
 
     def traffic(self) -> np.ndarray:
@@ -359,10 +375,6 @@ class Plan:
         return run(self, buffers).buffers
 
     # ---- inside
-
-    @cached_property
-    def _inputs(self) -> dict[str, Any]:
-        return {}
 
     @cached_property
     def _messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -442,9 +454,7 @@ def plan_transition(
     began = time.perf_counter()
     planner = _Planner(spec, src, dst, kinds, budget_bytes, held, ranks_per_node)
     plan = planner.plan(relabel=relabel)
-    plan = replace(plan, links=links, seconds_to_plan=time.perf_counter() - began)
-    plan.__dict__["_inputs"] = dict(kinds=kinds, budget_bytes=budget_bytes, held=held, ranks_per_node=ranks_per_node)
-    return plan
+    return replace(plan, links=links, seconds_to_plan=time.perf_counter() - began)
 
 
 def plan_for_rank(
@@ -517,9 +527,20 @@ class _Planner:
         if self.only is not None:
             moves, planned = tuple(m.of_rank(self.only) for m in moves), (self.only,)
         return Plan(
-            self.spec, self.src, dst, self.kinds, self.ranks, planned, self.budget, chunks.count, moves,
-            self.digest(dst), bytes_saved_by_relabelling=saved,
-        )  # fmt: skip
+            spec=self.spec,
+            src=self.src,
+            dst=dst,
+            kinds=self.kinds,
+            ranks=self.ranks,
+            planned=planned,
+            budget_bytes=self.budget,
+            num_chunks=chunks.count,
+            moves=moves,
+            digest=self.digest(dst),
+            held=self.held,
+            ranks_per_node=self.ranks_per_node,
+            bytes_saved_by_relabelling=saved,
+        )
 
     # ---- sizes
 
@@ -557,8 +578,8 @@ class _Planner:
         """Mask of the tensors that a rank has or will have."""
         mine = np.zeros(len(self.spec.sizes), bool)
         for kind in (kinds[0] for kinds in self.groups()):
-            for pieces in (*(layout.pieces(self.spec, kind, [rank]) for layout in (self.src, self.dst)),):
-                mine[pieces.tensor] = True
+            for layout in (self.src, self.dst):
+                mine[layout.pieces(self.spec, kind, [rank]).tensor] = True
             if kind in self.held:
                 mine[self.held[kind].of_rank(rank).tensor] = True
         return mine
@@ -649,8 +670,8 @@ class _Planner:
         state.update(_names_and_shapes(self.spec))
         for kind in sorted(self.held):
             pieces = self.held[kind]
-            for array, dtype in ((pieces.rank, np.int64), (pieces.tensor, np.int64), (pieces.lo, np.int64), (pieces.hi, np.int64)):
-                state.update(kind.encode() + np.ascontiguousarray(array, dtype).tobytes())
+            for array in (pieces.rank, pieces.tensor, pieces.lo, pieces.hi):
+                state.update(kind.encode() + np.ascontiguousarray(array, np.int64).tobytes())
         return state.hexdigest()[:32]
 
 

@@ -123,9 +123,7 @@ def overlap(holders: Cells, wanted: Cells, fragments, ranks: tuple[int, ...]) ->
     place[list(ranks)] = np.arange(n)
     set_of, want_set = _same_ranks(holders), _same_ranks(wanted)
     base = len(wanted)
-    pairs, first, inverse = np.unique(
-        set_of[cell] * base + want_set[want], return_index=True, return_inverse=True
-    )
+    pairs, first, inverse = np.unique(set_of[cell] * base + want_set[want], return_index=True, return_inverse=True)
     elements = np.zeros(len(pairs), np.int64)
     np.add.at(elements, inverse, volumes(lo, hi))
     cell, want = cell[first], want[first]

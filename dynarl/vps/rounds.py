@@ -16,11 +16,11 @@ exchange, which both sides know. Of the ranks that wait, take one that waits in 
 that round without it and cannot be stuck before it, so it is there too, and both go on. Hence nothing ever waits for ever.
 
 >>> [partner(r, 0, 6) for r in range(num_rounds(6))]
-[0, 1, 2, 3, 4, 5]
+[0, 5, 2, 4, 1, 3]
 >>> round_of(2, 5, 6)
-1
+4
 >>> sorted((i, partner(1, i, 6)) for i in range(6))
-[(0, 1), (1, 0), (2, 5), (3, 4), (4, 3), (5, 2)]
+[(0, 5), (1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def partner(r: int, i: int, n: int) -> int:
 def round_of(i, j, n: int):
     """The round in which positions `i` and `j` of `n` meet: integers, or arrays of them."""
     block = n & -n
-    return _place(n)[(i // block + j // block) % (n // block) * block + (i % block ^ j % block)]
+    place = _place(n)[(i // block + j // block) % (n // block) * block + (i % block ^ j % block)]
+    return place if isinstance(place, np.ndarray) else int(place)
 
 
 @lru_cache(maxsize=64)

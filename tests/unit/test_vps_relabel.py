@@ -63,13 +63,13 @@ def test_ranks_that_share_a_node_still_do(weight, per_node):
 
 @given(weights((4,)))
 def test_node_by_node_is_the_best_of_all_orders_that_keep_nodes_together(weight):
-    kept = [p for p in itertools.permutations(range(4)) if {p[0] // 2, p[1] // 2} in ({0}, {1}) and p[0] // 2 == p[1] // 2]
+    kept = [p for p in itertools.permutations(range(4)) if p[0] // 2 == p[1] // 2]
     most = max(sum(weight[p[j], j] for j in range(4)) for p in kept)
     order, _ = best(weight, (0, 1, 2, 3), 2)
     assert sum(weight[order[j], j] for j in range(4)) == most
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(pairs((1, 2, 3, 4, 6, 8)), st.sampled_from(KINDS), st.sampled_from([None, 2, 4]))
 def test_relabelling_never_moves_more_and_saves_what_it_says(pair, kinds, ranks_per_node):
     spec, src, dst = pair
@@ -83,16 +83,19 @@ def test_relabelling_never_moves_more_and_saves_what_it_says(pair, kinds, ranks_
 
 
 @pytest.mark.parametrize(
-    "before, after",
-    [(dict(tp=2, dp=4), dict(tp=4, dp=2)), (dict(tp=2, dp=2, pp=2), dict(tp=4, dp=2)), (dict(dp=8), dict(tp=2, dp=4))],
+    "before, after, ratio",
+    [
+        (dict(tp=2, dp=4), dict(tp=4, dp=2), 0.7),
+        (dict(tp=2, dp=2, pp=2), dict(tp=4, dp=2), 0.7),
+        (dict(dp=8), dict(tp=2, dp=4), 0.95),
+    ],
 )
-def test_moves_between_tensor_and_data_parallelism_are_much_cheaper(before, after):
-    """Columns of one group that lie on ranks of another: 0.34 of the bytes instead of 0.67, or half of 0.66."""
-    moved = [
-        sum(plan_transition(SMALL, TrainLayout(**before), TrainLayout(**after), kinds=OPTIMIZER, relabel=relabel).bytes_received.values())
-        for relabel in (True, False)
-    ]
-    assert moved[0] <= 0.8 * moved[1]
+def test_moves_between_tensor_and_data_parallelism_are_much_cheaper(before, after, ratio):
+    def moved(relabel):
+        plan = plan_transition(SMALL, TrainLayout(**before), TrainLayout(**after), kinds=OPTIMIZER, relabel=relabel)
+        return sum(plan.bytes_received.values())
+
+    assert moved(True) <= ratio * moved(False)
 
 
 def test_an_engine_on_shuffled_ranks_finds_its_own_copy_again():

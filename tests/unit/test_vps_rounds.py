@@ -49,13 +49,14 @@ def rendezvous(todo, rng):
     return done
 
 
-@settings(max_examples=30, deadline=None)
-@given(pairs((1, 2, 3, 5, 6, 8, 12, 17)), st.sampled_from(KINDS), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+@given(pairs((1, 2, 3, 5, 8, 12)), st.sampled_from(KINDS), st.randoms(use_true_random=False))
 def test_no_rank_waits_for_what_its_peer_does_not_post(pair, kinds, rng):
     spec, src, dst = pair
     plan = plan_transition(spec, src, dst, kinds=kinds, budget_bytes=400_000, ranks_per_node=rng.choice([None, 4]))
     todo = {rank: [(e.round, e.peer) for e in plan.transfers(rank)] for rank in plan.ranks}
-    assert all(rounds == sorted({r for r, _ in rounds}) for rounds in ([r for r, _ in ops] for ops in todo.values()))
+    for rounds in ([r for r, _ in operations] for operations in todo.values()):
+        assert rounds == sorted(set(rounds))
     assert rendezvous(todo, rng) == sum(map(len, todo.values())) / 2
 
 
@@ -85,7 +86,7 @@ def test_two_ranks_that_disagree_on_the_order_would_wait_for_ever():
     assert rendezvous({0: [(0, 1), (1, 2)], 1: [(0, 2), (1, 0)], 2: [(0, 0), (1, 1)]}, random.Random(0)) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(pairs((2, 3, 6, 8, 12)), st.sampled_from(KINDS))
 def test_every_round_of_a_plan_is_a_matching_and_has_what_the_ranks_do(pair, kinds):
     spec, src, dst = pair
