@@ -1,15 +1,16 @@
 """In which order the parts of a model move, so that memory stays bounded: from sizes alone, the same on every rank.
 
-A chunk is what moves at a time: its source is released before the next one's destination is needed. For the live bytes of
-every rank to stay near the larger of its two states, each chunk must take about the same share of everybody's source and of
-everybody's destination. In the order of the layers it does not: when the pipeline changes, a rank may receive all it needs
-before it gives anything away, and its peak is up to the sum of both.
+A chunk is what moves at a time: its source is released before the next one's destination is needed. For the live bytes
+of every rank to stay near the larger of its two states, each chunk must take about the same share of everybody's
+source and of everybody's destination. In the order of the layers it does not: when the pipeline changes, a rank may
+receive all it needs before it gives anything away, and its peak is up to the sum of both.
 
-So the model is laid out as one line of bytes, tensor after tensor, and cut into units of equal size (small tensors share
-one, big ones are cut by rows). Unit u belongs to chunk floor(C * frac(u * golden ratio)). Whatever is contiguous on the line
-(a pipeline stage, the rows of a tensor) or periodic (experts, interleaved stages) then has its share in every chunk, up to a
-number of units that grows with the logarithm of their count (three-distance theorem; the golden ratio is the number for
-which this holds best). No layout enters, so that no rank needs to know more than its own part, and no search is needed.
+So the model is laid out as one line of bytes, tensor after tensor, and cut into units of equal size (small tensors
+share one, big ones are cut by rows). Unit u belongs to chunk floor(C * frac(u * golden ratio)). Whatever is contiguous
+on the line (a pipeline stage, the rows of a tensor) or periodic (experts, interleaved stages) then has its share in
+every chunk, up to a number of units that grows with the logarithm of their count (three-distance theorem; the golden
+ratio is the number for which this holds best). No layout enters, so that no rank needs to know more than its own part,
+and no search is needed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from dynarl.vps.box import Pieces
 from dynarl.vps.overlap import cut, expand
 
 GOLDEN = (5**0.5 - 1) / 2
-# Bytes of the budget for each byte that arrives on a rank with a chunk: itself, while its source is still there, and the
-# messages of two rounds in staging, in and out. Those are small where there are many peers; where there is only one, it is
-# that peer's round in every step, so that the two in flight are bounded by the arrivals of two chunks.
+# Bytes of the budget for each byte that arrives on a rank with a chunk: itself, while its source is still there, and
+# the messages of two rounds in staging, in and out. Those are small where there are many peers; where there is only
+# one, it is that peer's round in every step, so that the two in flight are bounded by the arrivals of two chunks.
 SHARES_IN_BUDGET = 4
 UNITS_IN_SHARE = 8
 MAX_CHUNKS = 1 << 14
@@ -68,8 +69,8 @@ def golden(numbers: np.ndarray) -> np.ndarray:
 def divide(rows: np.ndarray, nbytes: np.ndarray, budget: int, largest_dst: int, part_on_a_rank: float) -> Chunks:
     """Chunks of tensors with `rows` [T] rows and `nbytes` [T] bytes of all kinds together.
 
-    `largest_dst`: bytes of the largest destination; `part_on_a_rank`: which part of a tensor that it touches a rank holds, at
-    most. Raises ValueError where the budget is too small to be kept.
+    `largest_dst`: bytes of the largest destination; `part_on_a_rank`: which part of a tensor that it touches a rank
+    holds, at most. Raises ValueError where the budget is too small to be kept.
     """
     share = budget / SHARES_IN_BUDGET
     count = max(1, -(-largest_dst // max(int(share), 1)))

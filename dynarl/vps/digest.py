@@ -1,16 +1,16 @@
-"""Cheap digests of model state that notice a changed, missing or misplaced element. They guard against faults, not against
-an adversary.
+"""Cheap digests of model state that notice a changed, missing or misplaced element. They guard against faults, not
+against an adversary.
 
-Of files: the CRC-32 of the data section of the safetensors files, in file order; swapping two chunks changes it, unlike a
-sum. About 1 GB/s; light enough for the agent, which has no torch.
+Of files: the CRC-32 of the data section of the safetensors files, in file order; swapping two chunks changes it,
+unlike a sum. About 1 GB/s; light enough for the agent, which has no torch.
 
 Of boxes in memory, for state that is cut differently before and after a move:
 
     digest(tensor, kind) = sum over elements of (bits + 1) * row_weight[i] * column_weight[j]   mod 2**64
 
-with weights drawn from the name, the kind and the logical index. A sum, so boxes may be cut, ordered and held in any way:
-the digests of boxes that tile a tensor add up to that of the tensor. An element elsewhere counts differently, and one that is
-missing counts as one less even where it is zero. NaNs are compared by their bits.
+with weights drawn from the name, the kind and the logical index. A sum, so boxes may be cut, ordered and held in any
+way: the digests of boxes that tile a tensor add up to that of the tensor. An element elsewhere counts differently, and
+one that is missing counts as one less even where it is zero. NaNs are compared by their bits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _data_section(path: Path) -> Iterator[bytes]:
 
 
 def digest_box(name: str, kind: str, box: Box, array: np.ndarray) -> int:
-    """What one box of a tensor adds to its digest, mod 2**64. array: its elements, of 1, 2, 4 or 8 bytes, in the box's shape.
+    """What one box of a tensor adds to its digest, mod 2**64. array: its elements, of 1, 2, 4 or 8 bytes, in the box's
+    shape.
 
     >>> import numpy as np
     >>> whole = np.arange(12, dtype=np.float32).reshape(3, 4)

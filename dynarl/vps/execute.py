@@ -1,8 +1,8 @@
 """A plan executed in one process: what the transports do between processes, on dictionaries of arrays.
 
-The reference for what a plan means, and the way in which tests compare its promises with what happens. Memory is counted in
-elements: destination as it is filled, source until it is released, staging while messages are in flight. (Real memory behaves
-so where it is touched as it is filled and given back in pages.)
+The reference for what a plan means, and the way in which tests compare its promises with what happens. Memory is
+counted in elements: destination as it is filled, source until it is released, staging while messages are in flight.
+(Real memory behaves so where it is touched as it is filled and given back in pages.)
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def run(plan: Plan, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tupl
 def cast(master: np.ndarray, dtype: np.dtype | None, name: str) -> np.ndarray:
     """A parameter from its master. dtype: of parameters in memory (None: unknown); name: what they stand for.
 
-    numpy has no bfloat16: where parameters are kept as 16-bit integers, these are its bits, rounded to nearest, ties to even.
+    numpy has no bfloat16: where parameters are kept as 16-bit integers, these are its bits, rounded to nearest, ties
+    to even.
 
     >>> [hex(x) for x in cast(np.array([1.0, -2.5, 3.1415926], np.float32), None, "bfloat16")]
     ['0x3f80', '0xc020', '0x4049']

@@ -1,8 +1,8 @@
 """Where the pieces of two layouts overlap: the fragments of which a transition is made.
 
-Layouts are close to grids: of one tensor there are few distinct boxes, each held by many ranks. So pieces are first grouped
-into cells (a box and its holders), cells of both sides are joined tensor by tensor through sorted rows, and replicas are only
-multiplied out at the end. No loop runs over tensors or ranks.
+Layouts are close to grids: of one tensor there are few distinct boxes, each held by many ranks. So pieces are first
+grouped into cells (a box and its holders), cells of both sides are joined tensor by tensor through sorted rows, and
+replicas are only multiplied out at the end. No loop runs over tensors or ranks.
 
 Letters in array shapes: N pieces, C cells, H holders of all cells together, F fragments, A = 2 axes.
 """
@@ -123,22 +123,22 @@ def join(left: Cells | Pieces, right: Cells) -> tuple[np.ndarray, np.ndarray]:
     while at < len(counts):
         until = max(at + 1, int(np.searchsorted(ends, (ends[at - 1] if at else 0) + JOIN_BLOCK, side="right")))
         index, nth = expand(counts[at:until])
-        l, r = index + at, first[at:until][index] + nth
-        hit = ((left.lo[l] < right.hi[r]) & (right.lo[r] < left.hi[l])).all(axis=1)
-        found.append((l[hit], r[hit]))
+        a, b = index + at, first[at:until][index] + nth
+        hit = ((left.lo[a] < right.hi[b]) & (right.lo[b] < left.hi[a])).all(axis=1)
+        found.append((a[hit], b[hit]))
         at = until
-    return np.concatenate([l for l, _ in found]), np.concatenate([r for _, r in found])
+    return np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found])
 
 
 def disjoint(pieces: Pieces) -> Cells:
     """Cells that do not overlap, from pieces that may.
 
-    Where some do, the pieces of that tensor are cut at the first and last rows of all of them, and then the slabs between
-    two such rows at the columns of those within the slab.
+    Where some do, the pieces of that tensor are cut at the first and last rows of all of them, and then the slabs
+    between two such rows at the columns of those within the slab.
     """
     cells = group(pieces)
-    l, r = join(cells, cells)
-    overlapping = np.unique(cells.tensor[l[l != r]])
+    one, other = join(cells, cells)
+    overlapping = np.unique(cells.tensor[one[one != other]])
     if not len(overlapping):
         return cells
     mine = np.isin(pieces.tensor, overlapping)

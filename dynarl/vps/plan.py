@@ -1,19 +1,19 @@
 """The plan of a transition from one layout to another: who keeps, sends, receives and derives what, and when.
 
-    need(rank)  = what its destination holds, less what it holds at the source, less bf16 parameters of which it will hold
-                  the fp32 master (they are cast from it on arrival)
+    need(rank)  = what its destination holds, less what it holds at the source, less bf16 parameters of which it
+                  will hold the fp32 master (they are cast from it on arrival)
     fragments   = need, cut at the boundaries of source boxes and of chunks; each has holders and receivers   overlap.py
     routes      = who sends a fragment to whom; scarce ones are passed on by their receivers                  routes.py
     chunks      = what moves at a time, so that memory stays bounded                                          chunks.py
     rounds      = which pairs exchange when                                                                   rounds.py
 
-A plan is a sequence of steps. In step s chunk s goes from its holders to its first receivers, while chunks s - 1 and s - 2
-are passed on; then the source of chunk s is released. Each step is a closed exchange of `len(plan.ranks)` rounds, numbered
-through over all steps.
+A plan is a sequence of steps. In step s chunk s goes from its holders to its first receivers, while the two chunks
+before it are passed on; then the source of chunk s is released. Each step is a closed exchange of `len(plan.ranks)` rounds,
+numbered through over all steps.
 
-Everything about a tensor follows from who holds and needs that tensor, from the sizes of the model and from the degrees, so
-a rank that computes its own part only (`plan_for_rank`) comes to the same as everybody else. `digest` says whether all planned
-from the same facts; `agreement` says whether what one rank will send is what the others expect.
+Everything about a tensor follows from who holds and needs that tensor, from the sizes of the model and from the
+degrees, so a rank that computes its own part only (`plan_for_rank`) comes to the same as everybody else. `digest` says
+whether all planned from the same facts; `agreement` says whether what one rank will send is what the others expect.
 
 >>> from dynarl.vps.layout import EngineLayout
 >>> from dynarl.vps.spec import preset
@@ -65,8 +65,8 @@ class Fragment(NamedTuple):
 class Exchange(NamedTuple):
     """What a rank does with one peer in one round: both directions at once, each one message.
 
-    A message is its fragments in this order, each row-major, nothing between them. A fragment that this rank does not hold
-    at the source is passed on: it arrived in an earlier step.
+    A message is its fragments in this order, each row-major, nothing between them. A fragment that this rank does not
+    hold at the source is passed on: it arrived in an earlier step.
     """
 
     round: int
@@ -76,8 +76,9 @@ class Exchange(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a rank does by itself in a step. keep: its own source (or `held` copy) becomes destination. derive: cast from the
-    master, which has arrived by the end of that step."""
+    """What a rank does by itself in a step. keep: its own source (or `held` copy) becomes destination. derive: cast
+    from the master, which has arrived by the end of that step.
+    """
 
     how: Literal["keep", "derive"]
     step: int
@@ -225,7 +226,7 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> dict[int, int]:
-        """By rank: source not yet released, destination, and staging for the messages of two rounds, at the worst moment.
+        """By rank, at the worst moment: source not yet released, destination, staging for the messages of two rounds.
 
         Copies given as `held` are not counted.
         """
@@ -269,7 +270,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float | None:
-        """Estimated time of the exchange at the speeds of `links`, every rank as fast as its partners allow; None: no links."""
+        """Estimated time of the exchange at the speeds of `links`; None: no links are given."""
         return None if self.links is None else simulate(*self._messages, self.links)
 
     @cached_property
@@ -299,7 +300,9 @@ class Plan:
         return max(sent) * len(sent) / sum(sent) if sent else 1.0
 
     def agreement(self, rank: int) -> int:
-        """A number mod 2**64 of what this rank sends and expects; over all ranks they add up to 0 where both ends agree."""
+        """A number mod 2**64 of what this rank sends and expects; over all ranks they add up to 0 where both ends
+        agree.
+        """
         total = 0
         for m in (moves.of_rank(rank) for moves in self.moves):
             columns = (m.round, m.sender, m.sent.rank, m.sent.tensor, *m.sent.lo.T, *m.sent.hi.T)
@@ -325,8 +328,9 @@ class Plan:
         return (exchange for step in self.steps(rank) for exchange in step.exchanges)
 
     def local(self, rank: int) -> Iterator[Local]:
-        """What a rank does by itself, in order. What neither is local nor arrives is padding, which has no logical address:
-        an executor fills it with zeros."""
+        """What a rank does by itself, in order. What neither is local nor arrives is padding, which has no logical
+        address: an executor fills it with zeros.
+        """
         for step in self.steps(rank):
             yield from (Local("keep", step.number, fragment) for fragment in step.keep)
             yield from (Local("derive", step.number, fragment) for fragment in step.derive)
@@ -368,8 +372,9 @@ class Plan:
                 yield from (fragment for _, fragment in self._fragments(kind, m.destination))
 
     def apply(self, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tuple[Box, np.ndarray]]]]) -> dict:
-        """Execute the plan in this process: {rank: {(tensor, kind): [(box, array), ...]}} of the source, and of `held`, to the
-        same form at the destination. Tensors may be named by LogicalTensor, name or index."""
+        """Execute the plan in this process: {rank: {(tensor, kind): [(box, array), ...]}} of the source, and of
+        `held`, to the same form at the destination. Tensors may be named by LogicalTensor, name or index.
+        """
         from dynarl.vps.execute import run
 
         return run(self, buffers).buffers
@@ -442,8 +447,8 @@ def plan_transition(
     """The plan of all ranks.
 
     kinds: what moves; param, master, exp_avg, exp_avg_sq or registered extras.
-    relabel: let the ranks of `dst` change places where that saves bytes; with `ranks_per_node` only nodes as a whole and ranks
-        within a node, so that a group inside one node stays inside one.
+    relabel: let the ranks of `dst` change places where that saves bytes; with `ranks_per_node` only nodes as a whole
+        and ranks within a node, so that a group inside one node stays inside one.
     budget_bytes: what the move may need beyond the larger of a rank's two states; default 1 GiB.
     held: pieces that ranks hold besides the source and keep, by kind (a rollout engine's parameters).
     links: bytes per second of every rank, or of each, for `Plan.seconds`.
@@ -471,7 +476,7 @@ def plan_for_rank(
 ) -> Plan:
     """One rank's part of `plan_transition(..., relabel=False)`, from the tensors only that it has or will have.
 
-    Relabelling looks at everybody's overlaps: whoever decides on the transition does it once and hands `plan.dst` to all.
+    Relabelling looks at everybody's overlaps: whoever decides on the transition does it once and hands on `plan.dst`.
     """
     began = time.perf_counter()
     plan = _Planner(spec, src, dst, kinds, budget_bytes, held, ranks_per_node, only=rank).plan(relabel=False)

@@ -1,9 +1,10 @@
-"""Which rank takes which place of the destination: the one that holds most of it already, all places considered together.
+"""Which rank takes which place of the destination: the one that holds most of it, all places considered together.
 
-A layout's places (coordinates) are filled by physical ranks in any order. A place's bytes that its rank holds already need not
-move, so the best order is an assignment of greatest weight between ranks and places. Inside a node first: with
-`ranks_per_node`, whole nodes change places with each other and ranks change places within their node, so that ranks that
-shared a node in the given order (a tensor-parallel group) still share one. Where two orders are as good, the given one stays.
+A layout's places (coordinates) are filled by physical ranks in any order. A place's bytes that its rank holds already
+need not move, so the best order is an assignment of greatest weight between ranks and places. Inside a node first:
+with `ranks_per_node`, whole nodes change places with each other and ranks change places within their node, so that
+ranks that shared a node in the given order (a tensor-parallel group) still share one. Where two orders are as good,
+the given one stays.
 
 >>> held = np.array([[0, 5], [5, 0]])  # rank 10 holds five bytes of the second place, rank 11 of the first
 >>> best(held, (10, 11))
@@ -111,8 +112,8 @@ def _augment(cost, row_price, column_price, row_of, column_of, row: int) -> None
 def overlap(holders: Cells, wanted: Cells, fragments, ranks: tuple[int, ...]) -> np.ndarray:
     """Elements that ranks[i] holds of what ranks[j] is to have, int64 [n, n].
 
-    fragments: (cell of holders, cell of wanted, lo, hi). Cells with the same ranks are counted together, since replicas of
-    thousands of tensors are held by few different sets of ranks.
+    fragments: (cell of holders, cell of wanted, lo, hi). Cells with the same ranks are counted together, since
+    replicas of thousands of tensors are held by few different sets of ranks.
     """
     n = len(ranks)
     result = np.zeros(n * n, np.int64)

@@ -1,19 +1,22 @@
 """Which pairs of ranks exchange in which round: a closed formula, the same for every exchange and on every rank.
 
-A round is a matching: each rank has at most one partner in it, and the two send to each other at the same time. Write the
-number of ranks as n = m * 2**k with m odd, and the position of a rank as i = a * 2**k + x. In round r = c * 2**k + u
+A round is a matching: each rank has at most one partner in it, and the two send to each other at the same time. Write
+the number of ranks as n = m * 2**k with m odd, and the position of a rank as i = a * 2**k + x. In round
+r = c * 2**k + u
 
     a * 2**k + x   meets   ((c - a) mod m) * 2**k + (x xor u)
 
-which is its own inverse, so every round is a matching; two positions meet in the one round c = a + b mod m, u = x xor y, so n
-rounds make every pair meet exactly once, for every n. For powers of two this is the hypercube's order (m = 1), for odd n
-the tournament's (k = 0). In between it keeps what is good about the former: ranks whose distance is a power of two, as the
-members of tensor- and data-parallel groups are, meet all at once and not one pair after the other. The rounds come in an order
-that follows neither r nor the distance (golden ratio), or waits would add up along such groups.
+which is its own inverse, so every round is a matching; two positions meet in the one round c = a + b mod m, u = x xor
+y, so n rounds make every pair meet exactly once, for every n. For powers of two this is the hypercube's order (m = 1),
+for odd n the tournament's (k = 0). In between it keeps what is good about the former: ranks whose distance is a power
+of two, as the members of tensor- and data-parallel groups are, meet all at once and not one pair after the other. The
+rounds come in an order that follows neither r nor the distance (golden ratio), or waits would add up along such
+groups.
 
-No barrier is needed between rounds. All ranks go through them in the same order and skip those in which they have nothing to
-exchange, which both sides know. Of the ranks that wait, take one that waits in the earliest round: its partner cannot be past
-that round without it and cannot be stuck before it, so it is there too, and both go on. Hence nothing ever waits for ever.
+No barrier is needed between rounds. All ranks go through them in the same order and skip those in which they have
+nothing to exchange, which both sides know. Of the ranks that wait, take one that waits in the earliest round: its
+partner cannot be past that round without it and cannot be stuck before it, so it is there too, and both go on. Hence
+nothing ever waits for ever.
 
 >>> [partner(r, 0, 6) for r in range(num_rounds(6))]
 [0, 5, 2, 4, 1, 3]
@@ -78,8 +81,9 @@ def simulate(
 ) -> float:
     """Seconds until the last message has arrived, when each rank goes through its rounds as fast as its partners allow.
 
-    One entry per message, at most one for each (round, sender, receiver). A rank has two of its rounds in flight, sends one
-    message at a time and receives one at a time, at the rate of the slower of the two links; packing overlaps the wire.
+    One entry per message, at most one for each (round, sender, receiver). A rank has two of its rounds in flight,
+    sends one message at a time and receives one at a time, at the rate of the slower of the two links; packing
+    overlaps the wire.
     """
     if not len(round_):
         return 0.0

@@ -1,14 +1,15 @@
 """Who sends a fragment to whom, from what is known of its tensor alone: every rank comes to the same choice by itself.
 
-- A receiver on whose node a holder is takes it from there; of several holders, which one rotates with the fragment and the
-  receiver, so that replicas share the work. The rotation is even within every chunk.
-- Where a tensor goes to more ranks than have it, receivers pass it on: the receivers of a fragment form as many groups as it
-  has holders. A holder sends it to one member of its group (hop 0), that one to the rest of its node and to one rank of each
-  other node (hop 1), those to the rest of their nodes (hop 2). Which member is first, and on each node, rotates too, so that
-  each receiver passes on about as much as it gets, and a source sends one copy, whatever the number of receivers.
+- A receiver on whose node a holder is takes it from there; of several holders, which one rotates with the fragment and
+  the receiver, so that replicas share the work. The rotation is even within every chunk.
+- Where a tensor goes to more ranks than have it, receivers pass it on: the receivers of a fragment form as many groups
+  as it has holders. A holder sends it to one member of its group (hop 0), that one to the rest of its node and to one
+  rank of each other node (hop 1), those to the rest of their nodes (hop 2). Which member is first, and on each node,
+  rotates too, so that each receiver passes on about as much as it gets, and a source sends one copy, whatever the
+  number of receivers.
 
-Hop k of a chunk runs in the step that is hop 0 of the k-th chunk after it: a pipeline, in which what is passed on always
-arrived in an earlier step.
+Hop k of a chunk runs in the step that is hop 0 of the k-th chunk after it: a pipeline, in which what is passed on
+always arrived in an earlier step.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def route(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(sender, hop) of each of K arrivals, which are sorted by fragment and receiver.
 
-    `cells`: who holds what; `cell_F`: the cell that fragment F is part of; `turn_F`: a number in [0, 1) that
-    is spread evenly over the fragments of a chunk;
-    `worth_F`: whether it is big enough to be passed on (what a norm's few bytes save is not worth a message of its own).
+    `cells`: who holds what; `cell_F`: the cell that fragment F is part of; `turn_F`: a number in [0, 1) that is spread
+    evenly over the fragments of a chunk; `worth_F`: whether it is big enough to be passed on (what a norm's few bytes
+    save is not worth a message of its own).
     """
     if not len(fragment_K):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

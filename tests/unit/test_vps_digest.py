@@ -80,7 +80,8 @@ def test_any_two_elements_that_change_places_are_noticed(data):
 
 def test_halves_that_change_places_and_transposed_or_moved_rows_are_noticed():
     array = tensor((6, 6))
-    others = [np.concatenate([array[3:], array[:3]]), array.T.copy(), array[::-1].copy(), np.roll(array, 1, axis=1), -array]
+    halves = np.concatenate([array[3:], array[:3]])
+    others = [halves, array.T.copy(), array[::-1].copy(), np.roll(array, 1, axis=1), -array]
     assert len({whole(a) for a in [array, *others]}) == 6
     assert whole(array) not in (whole(array, name="v"), whole(array, kind="exp_avg"))
 

@@ -27,8 +27,8 @@ def test_every_round_is_a_matching_and_every_pair_meets_once(n):
 def rendezvous(todo, rng):
     """Run operations [(round, peer), ...] of every rank in order; an exchange needs both sides at the same time.
 
-    Returns how many exchanges took place before everybody was done or nobody could go on. Ranks reach their next operation
-    after random delays.
+    Returns how many exchanges took place before everybody was done or nobody could go on. Ranks reach their next
+    operation after random delays.
     """
     ready = [(rng.random(), rank) for rank in todo]
     heapq.heapify(ready)
