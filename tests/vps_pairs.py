@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 
 import numpy as np
 from hypothesis import strategies as st
@@ -40,26 +41,29 @@ def specs(draw) -> ModelSpec:
 
 def legal(spec: ModelSpec, ranks: tuple[int, ...]) -> list[Layout]:
     """Layouts of every degree that fit the model and the number of ranks, and a checkpoint, which always fits."""
-    found: list[Layout] = [CheckpointLayout(writers=len(ranks), ranks=ranks)]
-    for tp, pp, ep, etp in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4), (1, 2, 3), (None, 1, 2)):
-        if len(ranks) % (tp * pp) or (not spec.experts and (ep > 1 or etp)):
+    return [layout.relabelled(ranks) for layout in _legal(spec, len(ranks))]
+
+
+@lru_cache(maxsize=256)
+def _legal(spec: ModelSpec, world: int) -> list[Layout]:
+    found: list[Layout] = [CheckpointLayout(writers=world)]
+    expert_degrees = tuple(itertools.product((1, 2, 3), (None, 1, 2))) if spec.experts else ((1, None),)
+    for tp, pp in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4)):
+        if world % (tp * pp) or spec.heads % tp:
             continue
         per_stage, more = divmod(spec.layers, pp)
-        counts = tuple(per_stage + (stage < more) for stage in range(pp))
-        try:
-            layout = TrainLayout(
-                tp=tp,
-                pp=pp,
-                dp=len(ranks) // (tp * pp),
-                ep=ep,
-                etp=etp,
-                pp_layers=counts,
-                ranks=ranks,
-                vocab_divisible_by=2,
-            )
-            found.append(layout.checked(spec))
-        except ValueError:
-            continue
+        degrees = {
+            "tp": tp,
+            "pp": pp,
+            "dp": world // (tp * pp),
+            "pp_layers": tuple(per_stage + (stage < more) for stage in range(pp)),
+            "vocab_divisible_by": 2,
+        }
+        for ep, etp in expert_degrees:
+            try:
+                found.append(TrainLayout(**degrees, ep=ep, etp=etp).checked(spec))
+            except ValueError:
+                continue
     return found
 
 

@@ -25,8 +25,9 @@ from dynarl.vps.overlap import cut, expand
 GOLDEN = (5**0.5 - 1) / 2
 # Bytes of the budget for each byte that arrives on a rank with a chunk: itself, while its source is still there, and
 # the messages of two rounds in staging, in and out. Those are small where there are many peers; where there is only
-# one, it is that peer's round in every step, so that the two in flight are bounded by the arrivals of two chunks.
-SHARES_IN_BUDGET = 4
+# one, it is that peer's round in every step, so that the two in flight are bounded by the arrivals of two chunks,
+# twice. One more is for chunks that are not quite equal.
+SHARES_IN_BUDGET = 6
 UNITS_IN_SHARE = 8
 MAX_CHUNKS = 1 << 14
 MAX_UNITS = 1 << 20

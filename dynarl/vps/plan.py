@@ -8,8 +8,8 @@
     rounds      = which pairs exchange when                                                                   rounds.py
 
 A plan is a sequence of steps. In step s chunk s goes from its holders to its first receivers, while the two chunks
-before it are passed on; then the source of chunk s is released. Each step is a closed exchange of `len(plan.ranks)` rounds,
-numbered through over all steps.
+before it are passed on; then the source of chunk s is released. Each step is a closed exchange of `len(plan.ranks)`
+rounds, numbered through over all steps.
 
 Everything about a tensor follows from who holds and needs that tensor, from the sizes of the model and from the
 degrees, so a rank that computes its own part only (`plan_for_rank`) comes to the same as everybody else. `digest` says
@@ -21,7 +21,7 @@ whether all planned from the same facts; `agreement` says whether what one rank 
 >>> plan.bytes_received, plan.bytes_received == plan.lower_bound
 ({0: 0, 1: 89723520, 2: 89723520}, True)
 >>> [(e.round, e.peer, len(e.out), len(e.into)) for e in plan.transfers(1)]
-[(1, 0, 0, 272)]
+[(2, 0, 0, 272)]
 """
 
 from __future__ import annotations

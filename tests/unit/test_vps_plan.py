@@ -42,10 +42,10 @@ def transitions(draw, worlds=(1, 2, 3, 4, 6, 8, 12)):
 def check(spec, src, dst, options, relabel):
     """Everything that holds for every plan."""
     plan = plan_transition(spec, src, dst, relabel=relabel, **options)
-    kinds = options["kinds"]
-    result = execute.run(plan, addresses(spec, src, kinds))
-    assert_same(result.buffers, addresses(spec, plan.dst, kinds))
-    assert plan.bytes_received == plan.lower_bound == bytes_not_held(spec, src, plan.dst, kinds)
+    before, after = (addresses(spec, layout, options["kinds"]) for layout in (src, plan.dst))
+    result = execute.run(plan, before)
+    assert_same(result.buffers, after)
+    assert plan.bytes_received == plan.lower_bound == bytes_not_held(plan, before, after)
     assert sum(plan.bytes_sent.values()) == sum(plan.bytes_received.values())
     for rank in plan.ranks:
         largest = max(plan.source_bytes[rank], plan.destination_bytes[rank])
@@ -53,32 +53,26 @@ def check(spec, src, dst, options, relabel):
     return plan
 
 
-def bytes_not_held(spec, src, dst, kinds):
+def bytes_not_held(plan, before, after):
     """The bound, cell by cell: what a rank is to have, neither has, nor casts from a master that it is to have."""
-    total = dict.fromkeys(sorted({*src.ranks, *dst.ranks}), 0)
 
-    def mark(layout, rank, kind, shape_of):
-        held = {}
-        for piece in layout.owned(spec, rank) if rank in layout.ranks else ():
-            if piece.kind == kind:
-                cells = held.setdefault(piece.tensor, np.zeros(shape_of[piece.tensor], bool))
-                cells[tuple(slice(lo, hi) for lo, hi in piece.box)] = True
-        return held
+    def cells(pieces, tensor):
+        mask = np.zeros(tensor.shape, bool)
+        for box, _ in pieces:
+            mask[tuple(slice(lo, hi) for lo, hi in box)] = True
+        return mask
 
-    shapes = {tensor: tensor.shape for tensor in spec.tensors}
-    for rank in total:
-        for kind in kinds:
-            had = mark(src, rank, kind, shapes)
-            cast = mark(dst, rank, "master", shapes) if kind == "param" and "master" in kinds else {}
-            for tensor, cells in mark(dst, rank, kind, shapes).items():
-                for other in (had, cast):
-                    if tensor in other:
-                        cells = cells & ~other[tensor]
-                total[rank] += int(cells.sum()) * spec.itemsize(kind)
+    total = dict.fromkeys(plan.ranks, 0)
+    for rank, held in after.items():
+        for (tensor, kind), pieces in held.items():
+            missing = cells(pieces, tensor) & ~cells(before.get(rank, {}).get((tensor, kind), ()), tensor)
+            if kind == "param":
+                missing &= ~cells(held.get((tensor, "master"), ()), tensor)
+            total[rank] += int(missing.sum()) * plan.spec.itemsize(kind)
     return total
 
 
-@fuzz(45)
+@fuzz(40)
 @given(transitions(), st.booleans())
 def test_every_value_arrives_with_as_few_bytes_as_possible_and_in_bounded_memory(transition, relabel):
     check(*transition, relabel)
@@ -93,7 +87,7 @@ def test_so_it_is_for_many_more_worlds(transition, relabel):
 
 @pytest.mark.parametrize("world", [*range(1, 18), 24, 33, 48])
 def test_scale_out_scale_in_and_migration_at_every_world_size(world):
-    spec = dataclasses.replace(SMALL, layers=2, ffn=24)
+    spec = dataclasses.replace(SMALL, layers=1, ffn=24, vocab=16)
     one, many = TrainLayout(), legal(spec, tuple(range(world)))[-1]
     options = {"kinds": OPTIMIZER, "budget_bytes": 40_000}
     check(spec, one, many, options, relabel=True)
@@ -118,7 +112,7 @@ def test_one_rank_alone_comes_to_the_same_as_the_whole_table(transition, data):
     assert alone.agreement(rank) == plan.agreement(rank)
 
 
-@fuzz(10)
+@fuzz(8)
 @given(specs(), st.data())
 def test_there_and_back_and_over_a_third_layout(spec, data):
     a, b, c = (data.draw(layouts(spec, tuple(range(data.draw(st.sampled_from([1, 2, 4, 6])))))) for _ in range(3))

@@ -101,9 +101,10 @@ def test_every_round_of_a_plan_is_a_matching_and_has_what_the_ranks_do(pair, kin
             assert partners.setdefault(sender, receiver) == receiver and partners.setdefault(receiver, sender) == sender
             sent[sender] += nbytes
     assert sent == plan.bytes_sent
-    for rank in plan.ranks:
-        for round_, peer, out, into in plan.transfers(rank):
-            (back,) = (e for e in plan.transfers(peer) if e.round == round_)
+    todo = {rank: {e.round: e for e in plan.transfers(rank)} for rank in plan.ranks}
+    for rank, exchanges in todo.items():
+        for round_, peer, out, into in exchanges.values():
+            back = todo[peer][round_]
             assert (back.peer, back.into, back.out) == (rank, out, into)
 
 
