@@ -3,7 +3,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynarl.vps.digest import digest_box, digest_chunks, digest_weights
@@ -57,6 +57,7 @@ def whole(array, name="w", kind="master"):
     return digest_box(name, kind, tuple((0, size) for size in array.shape), array)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=3), st.lists(st.integers(0, 8), max_size=3), st.sampled_from("fdeB"))
 def test_boxes_that_tile_a_tensor_add_up_to_its_digest(rows, columns, dtype):
     array = tensor(dtype=dtype) if dtype != "B" else np.arange(48, dtype=np.uint8).reshape(6, 8)
@@ -69,6 +70,7 @@ def test_boxes_that_tile_a_tensor_add_up_to_its_digest(rows, columns, dtype):
     assert total % 2**64 == whole(array)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_two_elements_that_change_places_are_noticed(data):
     array = np.arange(48, dtype=np.float32).reshape(6, 8)
