@@ -55,6 +55,50 @@ def roles(config: Path | None, cpu_quota: float, site: bool, keep: bool, output_
         _show_roles(figures)
 
 
+@command.command(cls=output.Command)
+@output.format_option("table", "json")
+def vps(output_format: str) -> None:
+    """Moving model state between parallel layouts: planning time and memory, projected time.
+
+    Takes about a minute.
+    """
+    from dynarl.bench import vps_plan
+
+    # Each part of this benchmark is measured by a module of its own and has its own key.
+    figures = {"bench": "vps", "planning": vps_plan.measure()}
+    if output_format == "json":
+        output.print_json(figures)
+    else:
+        _show_planning(figures["planning"])
+
+
+def _show_planning(cases: list[dict]) -> None:
+    from dynarl.report.units import size
+
+    table = output.table(
+        "model", "ranks", ">whole table", ">memory", ">one rank", ">moved", ">peak/state", ">projected", ">published"
+    )
+    for case in cases:
+        table.add_row(
+            case["model"],
+            "{} to {}".format(*case["ranks"]),
+            f"{case['whole_s']:.2f} s",
+            size(case["whole_peak_bytes"]),
+            f"{case['one_rank_s'] * 1e3:.0f} ms",
+            f"{case['bytes_moved'] / case['bytes_held']:.0%}",
+            f"{case['largest_peak'] / case['largest_state']:.2f}",
+            f"{case['projected_s']:.2f} s",
+            f"{case['published_s']:g} s",
+        )
+    console = output.console()
+    console.print(table)
+    console.print(
+        f"Projected at {size(cases[0]['link_bytes_per_s'])}/s per rank, in the plan's order of messages; the busiest link "
+        f"alone needs {', '.join('{:.2f}'.format(case['projected_at_best_s']) for case in cases)} s. Published: whole "
+        "transitions on 128 A800, layouts not named."
+    )
+
+
 def _run_job(module: str, config: Path, nodes: int, cpu_quota: float, site: bool, keep: bool) -> bytes:
     """Run `python -m module` as the controller of a job; returns the bytes of its bench.json."""
     from dynarl.slurm.mini.handle import MiniSlurm
