@@ -108,6 +108,8 @@ def _one_rank(case: str, rank: int, dst_ranks: list[int]) -> dict[str, Any]:
 
 
 def _case(case: str) -> tuple[Any, Layout, Layout]:
+    # Libraries are loaded and the model is known, as in a job; nothing else is.
+    plan_transition(preset("smollm2-135m"), parse("dp=2"), parse("tp=3"), kinds=KINDS, ranks_per_node=2)
     model, src, dst = CASES[case]
     spec = preset(model)
     assert spec.tensors and len(spec.shapes)  # computed now

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -669,7 +669,8 @@ class _Planner:
     def digest(self, dst: Layout) -> str:
         """Of everything that the plan follows from; computed without planning, and the same on every rank."""
         state = hashlib.sha256()
-        facts = (VERSION, self.src, dst, self.kinds, self.budget, self.ranks_per_node, self.ranks)
+        layouts = (_description(self.src), _description(dst))
+        facts = (VERSION, layouts, self.kinds, self.budget, self.ranks_per_node, self.ranks)
         state.update(repr(facts).encode())
         state.update(repr([(kind, self.spec.kind(kind)) for kind in self.kinds]).encode())
         state.update(_names_and_shapes(self.spec))
@@ -741,6 +742,17 @@ def _holders(layout: Layout, spec: ModelSpec, tensors: np.ndarray) -> Sequence[i
         if (outside and stage in (0, pp - 1)) or per_layer[layers].any():
             ranks += layout.ranks[stage * size : (stage + 1) * size]
     return ranks
+
+
+def _description(layout: Layout) -> list[Any]:
+    """A layout in text that is the same in every process."""
+    values = [type(layout).__name__]
+    for name in (field.name for field in fields(layout)):
+        value = getattr(layout, name)
+        if name == "shards" and value is not None:
+            value = sorted((position, sorted(parts.items())) for position, parts in value.by_position.items())
+        values.append((name, value))
+    return values
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,8 @@
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -280,6 +284,24 @@ def test_the_digest_is_that_of_the_inputs():
     assert (
         digest() == plan_transition(SMALL, TrainLayout(tp=2), TrainLayout(dp=2), kinds=OPTIMIZER, relabel=False).digest
     )
+
+
+def test_the_digest_is_the_same_in_every_process():
+    code = (
+        "from test_vps_plan import *\n"
+        "shards = {0: {(0, 'embedding.word_embeddings.weight'): (0, 5)}}\n"
+        "src = TrainLayout(dp=2).with_shards(shards)\n"
+        "print(plan_for_rank(SMALL, src, TrainLayout(tp=2), 0, kinds=['param']).digest)"
+    )
+    here = Path(__file__).parent
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, (here.parents[1], here.parent, here))))
+    done = [
+        subprocess.run([sys.executable, "-c", code], env=env | {"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        for seed in "12"
+    ]
+    assert done[0].stdout == done[1].stdout != "", done[0].stderr
+    other = TrainLayout(dp=2).with_shards({0: {(0, "embedding.word_embeddings.weight"): (0, 6)}})
+    assert done[0].stdout.strip() != plan_for_rank(SMALL, other, TrainLayout(tp=2), 0, kinds=["param"]).digest
 
 
 @fuzz(15)
