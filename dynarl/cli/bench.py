@@ -93,9 +93,9 @@ def _show_planning(cases: list[dict]) -> None:
     console = output.console()
     console.print(table)
     console.print(
-        f"Projected at {size(cases[0]['link_bytes_per_s'])}/s per rank, in the plan's order of messages; the busiest link "
-        f"alone needs {', '.join('{:.2f}'.format(case['projected_at_best_s']) for case in cases)} s. Published: whole "
-        "transitions on 128 A800, layouts not named."
+        f"Projected at {size(cases[0]['link_bytes_per_s'])}/s per rank, in the plan's order of messages; the busiest "
+        f"link alone needs {', '.join('{:.2f}'.format(case['projected_at_best_s']) for case in cases)} s. "
+        "Published: whole transitions on 128 A800, layouts not named."
     )
 
 

@@ -747,8 +747,8 @@ def _holders(layout: Layout, spec: ModelSpec, tensors: np.ndarray) -> Sequence[i
 def _description(layout: Layout) -> list[Any]:
     """A layout in text that is the same in every process."""
     values = [type(layout).__name__]
-    for name in (field.name for field in fields(layout)):
-        value = getattr(layout, name)
+    for each in fields(layout):
+        name, value = each.name, getattr(layout, each.name)
         if name == "shards" and value is not None:
             value = sorted((position, sorted(parts.items())) for position, parts in value.by_position.items())
         values.append((name, value))
