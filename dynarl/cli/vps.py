@@ -140,7 +140,7 @@ def _show(plan: Plan, before: str, after: str) -> None:
         ("  kept where they are", plan.kept_bytes, ""),
         ("  cast from masters", plan.derived_bytes, ""),
         ("  received", plan.bytes_received, _bound(plan)),
-        ("sent", plan.bytes_sent, f"most against mean of the senders: {plan.imbalance:.2f}"),
+        ("sent", plan.bytes_sent, f"most against mean: {plan.imbalance:.2f}"),
         ("peak memory", plan.peak_bytes, f"budget {size(plan.budget_bytes)} beyond the larger of before and after"),
     )
     for name, values, remark in rows:

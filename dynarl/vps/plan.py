@@ -163,7 +163,7 @@ class Moves:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A transition. Of `plan_for_rank`, the per-rank figures are those of that rank only."""
 
@@ -182,6 +182,9 @@ class Plan:
     links: float | Mapping[int, float] | None = None
     bytes_saved_by_relabelling: int = 0
     seconds_to_plan: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.digest[:8]}: {self.spec.name}, {'+'.join(self.kinds)}, {len(self.planned)} ranks>"
 
     # ---- figures
 
@@ -295,9 +298,9 @@ class Plan:
 
     @cached_property
     def imbalance(self) -> float:
-        """Bytes sent by the rank that sends most, against the mean of those that send anything."""
-        sent = [nbytes for nbytes in self.bytes_sent.values() if nbytes]
-        return max(sent) * len(sent) / sum(sent) if sent else 1.0
+        """Bytes sent by the rank that sends most, against the mean of those that have something to send or pass on."""
+        sent = [nbytes for rank, nbytes in self.bytes_sent.items() if nbytes or self.source_bytes[rank]]
+        return max(sent) * len(sent) / sum(sent) if any(sent) else 1.0
 
     def agreement(self, rank: int) -> int:
         """A number mod 2**64 of what this rank sends and expects; over all ranks they add up to 0 where both ends

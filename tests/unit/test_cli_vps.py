@@ -45,10 +45,20 @@ def test_the_table_says_bytes_bound_peak_rounds_time_and_shows_a_picture():
     ):
         assert word in done.output, word
     rows = [line for line in done.output.splitlines() if line.endswith("|")]
+    assert all(row.split("|")[1][2 * i : 2 * i + 2] == "  " for i, row in enumerate(rows))  # nobody sends to itself
     assert [line.split("|")[0].strip() for line in rows] == [str(rank) for rank in range(8)]
-    assert len({len(line) for line in rows}) == 1 and all(
-        rows[i].split("|")[1][2 * i : 2 * i + 2] == "  " for i in range(8)
-    )
+    assert len({len(line) for line in rows}) == 1
+
+
+def test_the_picture_needs_no_symbols_beyond_ascii():
+    from dynarl.cli.vps import picture
+    from dynarl.vps.layout import parse
+    from dynarl.vps.plan import plan_transition
+    from dynarl.vps.spec import preset
+
+    plan = plan_transition(preset("smollm2-135m"), parse("dp=2"), parse("engine:tp=3,ranks=2-4"), kinds=["param"])
+    plain, fancy = ("\n".join(picture(plan, fancy)) for fancy in (False, True))
+    assert plain.isascii() and "#" in plain and "█" in fancy
 
 
 def test_without_links_there_is_no_estimate():
