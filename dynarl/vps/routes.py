@@ -2,11 +2,11 @@
 
 - A receiver on whose node a holder is takes it from there; of several holders, which one rotates with the fragment and
   the receiver, so that replicas share the work. The rotation is even within every chunk.
-- Where a tensor goes to more ranks than have it, receivers pass it on: the receivers of a fragment form as many groups
-  as it has holders. A holder sends it to one member of its group (hop 0), that one to the rest of its node and to one
-  rank of each other node (hop 1), those to the rest of their nodes (hop 2). Which member is first, and on each node,
-  rotates too, so that each receiver passes on about as much as it gets, and a source sends one copy, whatever the
-  number of receivers.
+- Where a tensor goes to more ranks than have it, receivers pass it on: the receivers of a fragment form groups, one on
+  each node that has a holder, and as many of the others as there are holders. A holder sends it to one member of its
+  group (hop 0), that one to the rest of its node and to one rank of each other node (hop 1), those to the rest of
+  their nodes (hop 2). Which member is first, and on each node, rotates too, so that each receiver passes on about as
+  much as it gets, and a source sends one copy, whatever the number of receivers.
 
 Hop k of a chunk runs in the step that is hop 0 of the k-th chunk after it: a pipeline, in which what is passed on
 always arrived in an earlier step.
@@ -46,13 +46,13 @@ def route(
         return (turn_F[of] * size).astype(np.int64)
 
     cell_K, node_K = cell_F[fragment_K], receiver_K // ranks_per_node
-    run_F, nth_K, _ = _runs(fragment_K)
+    _, nth_K, _ = _runs(fragment_K)
     h_K = cells.num_holders[cell_K]
     # Straight from a holder: on the same node if there is one.
     near = cell_K * base + node_K * ranks_per_node
     first = np.searchsorted(holders, near)
     count = np.searchsorted(holders, near + ranks_per_node) - first
-    run, nth_on_node, _ = _runs(fragment_K * base + node_K)
+    _, nth_on_node, _ = _runs(fragment_K * base + node_K)
     far = count == 0
     first = np.where(far, cells.start[cell_K], first)
     count = np.where(far, h_K, count)
@@ -64,27 +64,34 @@ def route(
     forward = worth_F & (q_F > cells.num_holders[cell_F]) & scarce[tensor_F]
     k = np.nonzero(forward[fragment_K])[0]
     if len(k):
-        sender[k], hop[k] = _passed_on(
-            fragment_K[k], receiver_K[k], node_K[k], nth_K[k], q_F, h_K[k], cells, cell_K[k], turn
-        )
+        # Groups: the receivers on a node that has a holder, and as many of the others as there are holders.
+        away, group = np.nonzero(far[k])[0], node_K[k] + int(cells.num_holders.max()) + 1
+        run, nth, size = _runs(fragment_K[k][away])
+        groups = np.minimum(h_K[k][away], size[run])
+        group[away] = nth * groups // size[run]
+        holder = sender[k]
+        start = cells.start[cell_K[k][away]]
+        holder[away] = cells.rank[start + (turn(fragment_K[k][away], h_K[k][away]) + group[away]) % h_K[k][away]]
+        order = np.lexsort((receiver_K[k], group, fragment_K[k]))
+        k = k[order]
+        sender[k], hop[k] = _passed_on(fragment_K[k], group[order], node_K[k], receiver_K[k], holder[order], turn)
     return sender, hop
 
 
-def _passed_on(fragment, receiver, node, nth, q_F, h, cells, cell, turn) -> tuple[np.ndarray, np.ndarray]:
-    """(sender, hop) of arrivals whose receivers pass fragments on to each other."""
-    q = q_F[fragment]
-    groups = np.minimum(h, q)
-    group = nth * groups // q
-    run, _, size = _runs(fragment * (int(groups.max()) + 1) + group)
+def _passed_on(fragment, group, node, receiver, holder, turn) -> tuple[np.ndarray, np.ndarray]:
+    """(sender, hop) of arrivals, sorted by fragment, group and receiver, that members of a group pass on to each other.
+
+    `holder`: from whom each would have it if it were the first of its group.
+    """
+    run, _, size = _runs(fragment * (int(group.max()) + 1) + group)
     start = np.concatenate([[0], np.cumsum(size)])[:-1]
     root = start[run] + turn(fragment, size[run])
     node_run, _, node_size = _runs(run * (int(node.max()) + 1) + node)
     node_start = np.concatenate([[0], np.cumsum(node_size)])[:-1]
     leader = node_start[node_run] + turn(fragment, node_size[node_run])
     me = np.arange(len(fragment))
-    is_root, beside_root = me == root, node == node[root]
-    holder = cells.rank[cells.start[cell] + (turn(fragment, h) + group) % h]
-    from_root = beside_root | (me == leader)
+    is_root = me == root
+    from_root = (node == node[root]) | (me == leader)
     sender = np.where(is_root, holder, np.where(from_root, receiver[root], receiver[leader]))
     return sender, np.where(is_root, 0, np.where(from_root, 1, 2))
 

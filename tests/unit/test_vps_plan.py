@@ -193,6 +193,16 @@ def test_a_source_sends_about_one_copy_whatever_the_number_of_receivers(receiver
     assert_same(plan.apply(addresses(spec, TrainLayout(), ["param"])), addresses(spec, plan.dst, ["param"]))
 
 
+def test_what_is_passed_on_does_not_leave_a_node_that_has_it():
+    """Trainer on the first node, engines on both: one copy crosses."""
+    spec = dataclasses.replace(SMALL, layers=12)
+    dst = engines(spec, (*range(1, 8), *range(8, 16)))
+    plan = plan_transition(spec, TrainLayout(), dst, kinds=["param"], ranks_per_node=8)
+    traffic = plan.traffic()
+    assert traffic[:8, 8:].sum() <= 1.05 * spec.parameters * 2 and not traffic[8:, :8].any()
+    assert plan.bytes_sent[0] <= 2.1 * spec.parameters * 2
+
+
 def test_what_is_passed_on_arrived_in_an_earlier_step():
     dst = engines(SMALL, tuple(range(1, 12)))
     plan = plan_transition(SMALL, TrainLayout(), dst, kinds=["param"], budget_bytes=8000, ranks_per_node=4)
