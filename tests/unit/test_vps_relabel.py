@@ -32,6 +32,15 @@ def test_no_assignment_weighs_more(weight):
     assert weight[order, np.arange(n)].sum() == most
 
 
+def test_no_assignment_of_seven_weighs_more():
+    """Many, since it takes several rows that push each other aside for a wrong price to matter."""
+    everything, columns = np.array(list(itertools.permutations(range(7)))), np.arange(7)
+    rng = np.random.default_rng(0)
+    for largest in [3, 10, 1000] * 200:
+        weight = rng.integers(0, largest, (7, 7))
+        assert weight[assign(weight), columns].sum() == weight[everything, columns].sum(axis=1).max()
+
+
 def test_a_large_assignment_weighs_at_least_as_much_as_any_swap_of_two():
     weight = np.random.default_rng(3).integers(0, 1000, (120, 120)) ** 3
     order = assign(weight)
