@@ -76,7 +76,7 @@ def bytes_not_held(plan, before, after):
     return total
 
 
-@fuzz(40)
+@fuzz(30)
 @given(transitions(), st.booleans())
 def test_every_value_arrives_with_as_few_bytes_as_possible_and_in_bounded_memory(transition, relabel):
     check(*transition, relabel)
