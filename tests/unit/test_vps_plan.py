@@ -298,20 +298,27 @@ def test_the_digest_is_that_of_the_inputs():
 
 def test_the_digest_is_the_same_in_every_process():
     code = (
-        "from test_vps_plan import *\n"
-        "shards = {0: {(0, 'embedding.word_embeddings.weight'): (0, 5)}}\n"
-        "src = TrainLayout(dp=2).with_shards(shards)\n"
-        "print(plan_for_rank(SMALL, src, TrainLayout(tp=2), 0, kinds=['param']).digest)"
+        "from dynarl.vps.plan import plan_for_rank\n"
+        "from dynarl.vps.spec import preset\n"
+        "from dynarl.vps.train_layout import TrainLayout\n"
+        "src = TrainLayout(dp=2).with_shards({0: {(0, 'embedding.word_embeddings.weight'): (0, 5)}})\n"
+        "print(plan_for_rank(preset('smollm2-135m'), src, TrainLayout(tp=3), 0, kinds=['param']).digest)"
     )
-    here = Path(__file__).parent
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, (here.parents[1], here.parent, here))))
+    root = Path(__file__).parents[2]
     done = [
-        subprocess.run([sys.executable, "-c", code], env=env | {"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=root,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+        )
         for seed in "12"
     ]
     assert done[0].stdout == done[1].stdout != "", done[0].stderr
     other = TrainLayout(dp=2).with_shards({0: {(0, "embedding.word_embeddings.weight"): (0, 6)}})
-    assert done[0].stdout.strip() != plan_for_rank(SMALL, other, TrainLayout(tp=2), 0, kinds=["param"]).digest
+    plan = plan_for_rank(preset("smollm2-135m"), other, TrainLayout(tp=3), 0, kinds=["param"])
+    assert done[0].stdout.strip() != plan.digest
 
 
 @fuzz(15)
