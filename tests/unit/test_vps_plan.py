@@ -1,7 +1,9 @@
 import dataclasses
 import os
+import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,52 @@ def test_one_rank_alone_comes_to_the_same_as_the_whole_table(transition, data):
         assert getattr(alone, figures) == {rank: getattr(plan, figures)[rank]}
     assert alone.digest == plan.digest and alone.num_chunks == plan.num_chunks
     assert alone.agreement(rank) == plan.agreement(rank)
+
+
+def test_ranks_that_each_plan_alone_and_only_exchange_messages_arrive_together():
+    """An executor in small: threads instead of processes, queues instead of a wire."""
+    src, dst = TrainLayout(tp=2, pp=2, dp=2), TrainLayout(tp=4, dp=3, ranks=tuple(range(4, 16)))
+    options = {"kinds": ALL, "budget_bytes": 100_000}
+    dst = plan_transition(SMALL, src, dst, **options).dst
+    wires = {(a, b): queue.Queue() for a in range(16) for b in range(16)}
+    before, after = addresses(SMALL, src, ALL), {}
+
+    def rank(me):
+        plan = plan_for_rank(SMALL, src, dst, me, **options)
+        source = execute.Store({(SMALL.index[t.name], kind): v for (t, kind), v in before.get(me, {}).items()})
+        pieces = {}
+        for fragment in plan.destination(me):
+            pieces.setdefault((fragment.tensor, fragment.kind), []).append((fragment.box, None))
+        target = execute.Store(pieces)
+
+        def read(fragment):
+            value = source.read(fragment)
+            return target.read(fragment) if value is None else value
+
+        for step in plan.steps(me):
+            for fragment in step.keep:
+                target.write(fragment, read(fragment))
+            for round_, peer, out, into in step.exchanges:
+                wires[me, peer].put((round_, np.concatenate([read(f).ravel() for f in out] or [[]])))
+                number, message = wires[peer, me].get(timeout=60)
+                assert number == round_
+                for fragment in into:
+                    shape = [hi - lo for lo, hi in fragment.box]
+                    value, message = np.split(message, [np.prod(shape)])
+                    target.write(fragment, value.reshape(shape))
+                assert not len(message)
+            for fragment in step.derive:
+                target.write(fragment, target.read(fragment._replace(kind="master")))
+            for fragment in step.release:
+                source.release(fragment)
+        after[me] = {(SMALL.tensors[t], kind): v for (t, kind), v in target.pieces.items()}
+
+    threads = [threading.Thread(target=rank, args=(me,)) for me in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(after, addresses(SMALL, dst, ALL))
 
 
 @fuzz(8)
