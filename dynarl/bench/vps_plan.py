@@ -41,7 +41,7 @@ CASES = {
         "tp=4,pp=2,dp=32,ep=16,etp=1",
     ),
 }
-# Seconds of a whole transition on 128 A800 (arXiv 2605.18815, section 6), by model.
+# Seconds of a whole transition on 128 A800 (arXiv 2605.18815), by model.
 PUBLISHED_S = {"llama2-70b": 2.0, "qwen3-235b-a22b": 4.36}
 
 

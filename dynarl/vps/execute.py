@@ -33,9 +33,12 @@ class Store:
 
     def __init__(self, pieces: Mapping[tuple[int, str], Sequence[tuple[Box, np.ndarray]]]):
         self.pieces = pieces
+        self.released: dict[tuple[int, str], list[Box]] = {}
 
     def read(self, fragment: Fragment) -> np.ndarray | None:
-        """A copy of a fragment; None if it is not all here."""
+        """A copy of a fragment; None if it is not all here (any more)."""
+        if any(intersect(box, fragment.box) for box in self.released.get((fragment.tensor, fragment.kind), ())):
+            return None
         result, missing = None, volume(fragment.box)
         for box, array in self.pieces.get((fragment.tensor, fragment.kind), ()):
             if array is not None and (both := intersect(box, fragment.box)) is not None:
@@ -46,6 +49,10 @@ class Store:
                 if not missing:
                     return result
         return None
+
+    def release(self, fragment: Fragment) -> None:
+        """Forget a fragment. (The arrays are the caller's, so their memory stays.)"""
+        self.released.setdefault((fragment.tensor, fragment.kind), []).append(fragment.box)
 
     def write(self, fragment: Fragment, value: np.ndarray) -> None:
         """Fill the place of a fragment. Raises KeyError if there is none."""
@@ -111,6 +118,8 @@ def run(plan: Plan, buffers: Mapping[int, Mapping[tuple[Any, str], Sequence[tupl
                 master = target[rank].read(fragment._replace(kind="master"))
                 target[rank].write(fragment, cast(master, dtype, plan.spec.dtype))
                 grow(rank, size([fragment]))
+            for fragment in step.release:
+                source[rank].release(fragment)
             grow(rank, -size(step.release))
     return Result({rank: names.named(store.pieces) for rank, store in target.items()}, peak)
 

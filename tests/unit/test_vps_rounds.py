@@ -49,7 +49,7 @@ def rendezvous(todo, rng):
     return done
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pairs((1, 2, 3, 5, 8, 12)), st.sampled_from(KINDS), st.randoms(use_true_random=False))
 def test_no_rank_waits_for_what_its_peer_does_not_post(pair, kinds, rng):
     spec, src, dst = pair
@@ -86,7 +86,7 @@ def test_two_ranks_that_disagree_on_the_order_would_wait_for_ever():
     assert rendezvous({0: [(0, 1), (1, 2)], 1: [(0, 2), (1, 0)], 2: [(0, 0), (1, 1)]}, random.Random(0)) == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pairs((2, 3, 6, 8, 12)), st.sampled_from(KINDS))
 def test_every_round_of_a_plan_is_a_matching_and_has_what_the_ranks_do(pair, kinds):
     spec, src, dst = pair
