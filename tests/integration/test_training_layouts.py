@@ -6,6 +6,7 @@ to the order of additions. And the digests notice a state that is not the same.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,11 @@ from trainers import layout  # noqa: E402
 from worker_harness import CHECKOUT, Harness  # noqa: E402
 
 from dynarl import wire  # noqa: E402
+from dynarl.roles.training import checkpoint  # noqa: E402
+from dynarl.transport.files import CheckpointReader  # noqa: E402
+from dynarl.transport.hf import read_spec  # noqa: E402
+from dynarl.transport.messages import Fragment  # noqa: E402
+from dynarl.vps.box import volume  # noqa: E402
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-5
@@ -54,14 +60,15 @@ class Stage:
         """The optimizer's state, as logical tensors: {KIND:TENSOR: tensor}, and the counters."""
         directory = self.directory / name
         trainers.together(fleet.owners, "save", dir=str(directory))
-        whole = {}
-        for path in sorted((directory / "optimizer").glob("*.safetensors")):
-            for key, value in load_file(path).items():
-                kind, tensor, *cuts = key.split(":")
-                box = tuple(slice(*map(int, cut.split("-"))) for cut in cuts)
-                shape = fleet.shapes[tensor]
-                whole.setdefault(f"{kind}:{tensor}", torch.full(shape, float("nan")))[box] = value
-        assert not any(value.isnan().any() for value in whole.values())
+        trainers.together(fleet.owners, "saved")
+        spec = read_spec(Path(fleet.model_dir), fleet.config.model.dtype)
+        reader, whole = CheckpointReader(directory / "state", spec), {}
+        for number, tensor in enumerate(spec.tensors):
+            box = tuple((0, size) for size in tensor.shape)
+            for kind in checkpoint.KINDS:
+                data = bytearray(4 * volume(box))
+                reader.pack([Fragment(kind, number, box)], memoryview(data))
+                whole[f"{kind}:{tensor.name}"] = torch.frombuffer(data, dtype=torch.float32).reshape(tensor.shape)
         return whole, fleet.owners[0].call("scalars")
 
 
@@ -136,11 +143,14 @@ def test_bfloat16_parameters_are_cast_from_masters_that_move_bit_by_bit(stage):
     fleet = trainers.Fleet(stage.workers, 1, model_dir, cut=layout(dp=2), dtype="bfloat16")
     steps(stage, fleet, batches, 0, 1, "bf16")
     old, _ = stage.saved(fleet, "bf16-old")
+    before, after = (str(stage.directory / f"bf16-{when}-weights") for when in ("before", "after"))
+    trainers.together(fleet.owners, "export", model_dir=before, version=1)
     assert_equal_digests(fleet.recut(layout(tp=2, pp=2)))
     new, _ = stage.saved(fleet, "bf16-new")
     assert all(torch.equal(old[key], new[key]) for key in old)
-    for directory in ("bf16-old", "bf16-new"):
-        weights = load_file(stage.directory / directory / "model" / "model.safetensors")
+    trainers.together(fleet.owners, "export", model_dir=after, version=1)
+    for directory in (before, after):
+        weights = load_file(f"{directory}/model.safetensors")
         assert all(torch.equal(value, old[f"master:{name}"].bfloat16()) for name, value in weights.items())
 
 
