@@ -76,6 +76,7 @@ class Job:
         self.may: dict[str, frozenset[str]] = {}
         self.offers = self.may  # roles that a node may be given; without training where no replica fits
         self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
+        self._planning: asyncio.Future | None = None  # its plan
         self._refused: Counter[TrainLayout] = Counter()  # how often a layout was cancelled
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
         self._resume_from, self._first_epoch = resume_from, first_epoch
@@ -132,7 +133,7 @@ class Job:
         """An owner's worker died, or the trainer failed in the middle of a step: all training workers start afresh,
         from the newest checkpoint. The step lives on. Raises JobFailed after failure.max_restarts."""
         self.stage = None
-        self._give_up_writing()
+        self._give_up_background()
         self.workers.count_restart("the trainer has to start again")
         await self.workers.start_afresh()
         checkpoint = rundir.newest_checkpoint(self.run_dir)
@@ -276,9 +277,10 @@ class Job:
         if layout != self.trainer.layout and self._refused[layout] < RECUT_ATTEMPTS:
             await self._recut(number, layout)
         following = self.trainer.layout_of(degrees.at(self.config.training, number + 1))
-        if following != self.trainer.layout:
+        if following != self.trainer.layout and self._refused[following] < RECUT_ATTEMPTS:
             await self.trainer.prepare(following)
             self._prepared = following
+            self._planning = asyncio.ensure_future(self.transitions.plan(self._transition(following, list(ALL_KINDS))))
 
     async def _recut(self, number: int, layout: TrainLayout) -> None:
         text, began, trainer = str(degrees.at(self.config.training, number)), time.monotonic(), self.trainer
@@ -287,6 +289,8 @@ class Job:
         try:
             if self._prepared != layout:
                 await trainer.prepare(layout)
+            elif self._planning is not None:
+                await self._planning
             num_bytes = await trainer.prepared(RECUT_TIMEOUT_S)
             phases["prepare_ms"] = 1e3 * (time.monotonic() - began)
             stopped = time.monotonic()
@@ -498,10 +502,11 @@ class Job:
 
     async def close(self) -> None:
         self.workers.cancel()
-        self._give_up_writing()
+        self._give_up_background()
         await self.fleet.stop()
 
-    def _give_up_writing(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-        self._writing = None
+    def _give_up_background(self) -> None:
+        for task in (self._writing, self._planning):
+            if task is not None:
+                task.cancel()
+        self._writing = self._planning = None

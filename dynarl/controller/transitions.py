@@ -69,10 +69,7 @@ class Transitions:
                 phases[name], last = round(1e3 * (now - last), 2), now
 
             try:
-                plans = await self._ask(
-                    "prepare", PLAN_TIMEOUT_S, request=msgspec.to_builtins(request), nodes=self._ranks
-                )
-                self._check_plans(plans)
+                plans = await self._plan(request)
                 lap("plan_ms")
                 if not all(plan["cached"] for plan in plans.values()):
                     await self._ask("reserve", PLAN_TIMEOUT_S, key=request.key, version=version)
@@ -92,10 +89,17 @@ class Transitions:
                 {node: answer["digests"] for node, answer in answers.items()},
             )
 
-    def _check_plans(self, plans: dict[str, dict[str, Any]]) -> None:
+    async def plan(self, request: Request) -> None:
+        """Only plan, ahead of time; what is planned is kept. Raises CallError or TimeoutError."""
+        async with self._turn:
+            await self._plan(request)
+
+    async def _plan(self, request: Request) -> dict[str, dict[str, Any]]:
+        plans = await self._ask("prepare", PLAN_TIMEOUT_S, request=msgspec.to_builtins(request), nodes=self._ranks)
         digests = {node: plan["digest"] for node, plan in plans.items() if plan["digest"]}
         if len(set(digests.values())) > 1:
             raise CallError(f"nodes made different plans of a transition: {digests}")
+        return plans
 
     async def finish(self, moved: Moved, **staging: Any) -> None:
         """What arrived counts from here on."""
