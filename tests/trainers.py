@@ -180,7 +180,7 @@ class Fleet:
         workers = [self.everyone[rank] for rank in ranks]
         self.attempts += 1
         source, target = fields(self.cut), fields(cut)
-        together(workers, "prepare_layout", name=f"try{self.attempts}", source=source, layout=target)
+        together(workers, "prepare_layout", name=f"{self.name}-try{self.attempts}", source=source, layout=target)
         together(workers, "prepared", limit_s=30.0)
         together(workers, "reserve", scalars=self.owners[0].call("scalars"))
         moved = together(workers, "transfer")

@@ -1,8 +1,8 @@
 """Training does not depend on the layout, and goes on in another one as if nothing had happened.
 
-Real worker processes on this machine, gloo between them. A run of one rank is compared with runs that move between layouts
-in the middle: masters, moments and counters are the same bit by bit at the switch, losses and gradient norms afterwards up
-to the order of additions. And the digests notice a state that is not the same.
+Real worker processes on this machine, gloo between them. A run of one rank is compared with runs that move between
+layouts in the middle: masters, moments and counters are the same bit by bit at the switch, losses and gradient norms
+afterwards up to the order of additions. And the digests notice a state that is not the same.
 """
 
 import os
@@ -183,6 +183,11 @@ def test_training_goes_on_while_others_come_to_the_next_groups_or_never_do(stage
     run = steps(stage, fleet, batches, 0, 1, "meanwhile")
     with pytest.raises(wire.CallError, match="not up after"):
         stage.workers[0].call("prepared", limit_s=0.2)
+    trainers.together(stage.workers, "discard")
+    stage.workers[3].call("prepare_layout", name="without the last", **told)
+    stage.workers[0].call("prepare_layout", name="without the last", **told)
+    with pytest.raises(wire.CallError, match="used before"):
+        stage.workers[0].call("prepared", limit_s=10.0)
     trainers.together(stage.workers, "discard")
     fleet.recut(layout(tp=2, dp=2))
     run += steps(stage, fleet, batches, 1, 2, "meanwhile")

@@ -4,9 +4,9 @@
     DIR/optimizer/rank0.json       number of ranks; step counters and learning rate
     DIR/optimizer/rank0.safetensors
 
-A file holds logical pieces, "KIND:TENSOR:ROWS:COLUMNS" with half-open intervals, each piece of the model in one file only.
-So a run may be restored in any other layout. Files appear by rename; whoever asked for the checkpoint marks it complete
-once every owner has answered.
+A file holds logical pieces, "KIND:TENSOR:ROWS:COLUMNS" with half-open intervals, each piece of the model in one file
+only. So a run may be restored in any other layout. Files appear by rename; whoever asked for the checkpoint marks it
+complete once every owner has answered.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Life of a batch, the same for owners and borrowed workers up to the last line::
 
     begin -> train, train, ... (queued; one micro-batch between calls) -> drain -> reduce -> [owners] step, export
 
-To another layout, between two batches; nothing of the old one is touched until `adopt`, and `discard` leads back to it::
+To another layout, between two batches. The old one is not touched until `adopt`, and `discard` leads back to it::
 
     prepare_layout    on all ranks of both layouts, at any time: groups are built while training goes on
     prepared          once all have answered that: waits for the groups, builds the model without memory      (vote)
@@ -20,6 +20,7 @@ Only owners hold optimizer state. Sums are reported per lease in the event "trai
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -99,12 +100,25 @@ class TrainingWorker(Worker):
 
     # ---- to another layout
 
-    def do_prepare_layout(self, name: str, source: dict[str, Any], layout: dict[str, Any]) -> None:
-        """Begin to build the groups of `layout`. name: of this attempt, never used before in this world."""
-        self.trainer.connect(name, train_layout(source), train_layout(layout))
+    def do_prepare_layout(
+        self,
+        name: str,
+        source: dict[str, Any],
+        layout: dict[str, Any],
+        store: str | None = None,
+        restarted: Sequence[int] = (),
+    ) -> None:
+        """Begin to build the groups of `layout`. name: of this attempt, never used before.
+
+        store: address of one that all ranks of both layouts reach, if it is not the one that all were built with.
+        restarted: ranks whose process is another one than at the last transition; groups that they were in are ended.
+        """
+        self.trainer.world.forget(restarted)
+        connected = torch_world.connect(store) if store else None
+        self.trainer.connect(name, train_layout(source), train_layout(layout), connected)
 
     def do_prepared(self, limit_s: float) -> dict[str, int]:
-        """Bytes that `reserve` will take, beside the moments; and how many groups are kept."""
+        """Bytes that `reserve` will take, and how many groups are kept."""
         return {"bytes": self.trainer.prepare(limit_s), "groups": self.trainer.world.num_groups}
 
     def do_scalars(self) -> dict[str, Any]:
@@ -123,7 +137,6 @@ class TrainingWorker(Worker):
 
     def do_adopt(self) -> None:
         """Train in the next layout. A worker that is not in it keeps its world, and no shard."""
-        self._queue = LeaseQueue(self._train, self._trained)
         self.trainer.adopt()
 
     def do_discard(self) -> None:
