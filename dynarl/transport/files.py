@@ -25,11 +25,12 @@ from typing import Any, Iterable, Mapping, NamedTuple, Protocol, Sequence
 import numpy as np
 
 from dynarl.transport.mailbox import reserve
-from dynarl.transport.messages import Box, Fragment, cut, num_bytes, volume
+from dynarl.transport.messages import Fragment, cut, num_bytes
+from dynarl.vps.box import Box, intersect, subtract, volume
 from dynarl.vps.digest import CHUNK_BYTES, weight_files
+from dynarl.vps.spec import ITEMSIZE
 
 SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RAW = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 DATA, MANIFEST = "rank-{:05d}.data", "rank-{:05d}.json"
 FORMAT = 1
@@ -74,7 +75,7 @@ class StagedModel:
             raise
         finally:
             os.close(descriptor)
-        raw = RAW[ITEM_BYTES[spec.dtype]]
+        raw = RAW[ITEMSIZE[spec.dtype]]
         arrays = [
             np.frombuffer(memory, raw, (hi - lo) // raw.itemsize, len(head) + lo).reshape(tensor.shape)
             for tensor, (lo, hi) in zip(spec.tensors, offsets)
@@ -149,7 +150,7 @@ def _safetensors_head(spec: Spec) -> tuple[bytes, list[tuple[int, int]]]:
     offsets, at = [], 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor in spec.tensors:
-        end = at + int(np.prod(tensor.shape)) * ITEM_BYTES[spec.dtype]
+        end = at + int(np.prod(tensor.shape)) * ITEMSIZE[spec.dtype]
         header[tensor.name] = {
             "dtype": SAFETENSORS_NAMES[spec.dtype],
             "shape": list(tensor.shape),
@@ -169,7 +170,7 @@ def _mapped_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: st
     if 8 + length > len(memory):
         raise FileError(f"{path} is cut short: no safetensors header")
     header = json.loads(memory[8 : 8 + length])
-    raw, result = RAW[ITEM_BYTES[dtype]], {}
+    raw, result = RAW[ITEMSIZE[dtype]], {}
     for name in header.keys() & shapes.keys():
         entry, shape = header[name], shapes[name]
         lo, hi = (8 + length + at for at in entry["data_offsets"])
@@ -214,7 +215,7 @@ def owned_once(spec: Spec, layout: Any, rank: int, kinds: Iterable[str]) -> list
             rest = [_box(lo, hi)]
             for other in (np.nonzero(hit)[0] + others.start).tolist():
                 taken = _box(held.lo[other], held.hi[other])
-                rest = [left for box in rest for left in without(box, taken)]
+                rest = [left for box in rest for left in subtract(box, taken)]
             axes = len(spec.tensors[tensor].shape)
             result += [Fragment(kind, tensor, box[:axes]) for box in rest]
     return result
@@ -222,29 +223,6 @@ def owned_once(spec: Spec, layout: Any, rank: int, kinds: Iterable[str]) -> list
 
 def _box(lo: np.ndarray, hi: np.ndarray) -> Box:
     return tuple(zip(lo.tolist(), hi.tolist()))
-
-
-def common(a: Box, b: Box) -> Box | None:
-    """What two boxes share."""
-    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b))
-    return both if all(lo < hi for lo, hi in both) else None
-
-
-def without(a: Box, b: Box) -> list[Box]:
-    """`a` without `b`, as disjoint boxes.
-
-    >>> without(((0, 4), (0, 6)), ((1, 3), (0, 6)))
-    [((0, 1), (0, 6)), ((3, 4), (0, 6))]
-    """
-    both = common(a, b)
-    if both is None:
-        return [a]
-    rest = []
-    for axis, ((lo, hi), (left, right)) in enumerate(zip(a, both)):
-        for side in ((lo, left), (right, hi)):
-            if side[0] < side[1]:
-                rest.append((*both[:axis], side, *a[axis + 1 :]))
-    return rest
 
 
 class CheckpointWriter:
@@ -365,7 +343,7 @@ class CheckpointReader:
                 raise FileError(f"{path}: {kind} of {name} has box {_say(box)}, the model's shape is {shape}")
             if dtype != (wanted := self._spec.kind(kind).dtype):
                 raise FileError(f"{path}: {kind} of {name} {_say(box)} is {dtype}, the model's is {wanted}")
-            recorded = _Recorded(box, len(self._files) - 1, offset, ITEM_BYTES[dtype])
+            recorded = _Recorded(box, len(self._files) - 1, offset, ITEMSIZE[dtype])
             self._pieces.setdefault((kind, index[name]), []).append(recorded)
 
     @property
@@ -394,7 +372,7 @@ class CheckpointReader:
         target = np.frombuffer(out, RAW[item_bytes], volume(box), at).reshape([hi - lo for lo, hi in box])
         found = 0
         for piece in recorded:
-            both = common(box, piece.box)
+            both = intersect(box, piece.box)
             if both is not None:
                 held = self._array(piece)[_within(both, piece.box)]
                 target[_within(both, box)] = held
@@ -402,7 +380,7 @@ class CheckpointReader:
         if found != target.size:
             lost = [box]
             for piece in recorded:
-                lost = [rest for b in lost for rest in without(b, piece.box)]
+                lost = [rest for b in lost for rest in subtract(b, piece.box)]
             name = self._spec.tensors[tensor].name
             what = f"lacks {_say(lost[0])}" if lost else f"holds parts twice of {_say(box)}"
             raise FileError(f"{self.directory} {what} of {kind} of {name}")
@@ -426,7 +404,7 @@ def _within(box: Box, outer: Box) -> tuple[slice, ...]:
 def _first_lost(about: dict[str, Any], size: int) -> str:
     """The first piece that a file of `size` bytes cannot hold."""
     for kind, name, box, dtype, offset in about["pieces"]:
-        if offset + volume(box) * ITEM_BYTES[dtype] > size:
+        if offset + volume(box) * ITEMSIZE[dtype] > size:
             return f"{kind} of {name} {_say(box)} is lost"
     return "it holds something else"
 

@@ -7,12 +7,10 @@ into messages of at most `limit` bytes, so sender and receiver agree on every me
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 from dynarl.transport.mailbox import Ring
-
-Box = tuple[tuple[int, int], ...]
+from dynarl.vps.box import Box, volume
 
 
 class Fragment(NamedTuple):
@@ -66,10 +64,6 @@ class Places:
         return rank % self.devices_per_node
 
 
-def volume(box: Box) -> int:
-    return prod(hi - lo for lo, hi in box)
-
-
 def num_bytes(fragments: Iterable[Fragment], item_bytes: Mapping[str, int]) -> int:
     return sum(volume(f[2]) * item_bytes[f[0]] for f in fragments)
 
@@ -97,7 +91,7 @@ def cut(
             part.append(fragment)
             room -= size
             continue
-        axis = next(i for i, (lo, hi) in enumerate(fragment.box) if hi - lo > 1)
+        axis = next((i for i, (lo, hi) in enumerate(fragment.box) if hi - lo > 1), 0)
         lo, hi = fragment.box[axis]
         row_bytes = size // (hi - lo)
         if rows := room // row_bytes:

@@ -1,0 +1,162 @@
+"""Endpoints of numpy arrays and a plan made by hand, for tests of what moves between them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from dynarl.transport.messages import Fragment
+from dynarl.vps.box import intersect, subtract, volume
+
+DTYPES = {"param": np.uint16, "master": np.uint32, "exp_avg": np.uint32, "exp_avg_sq": np.uint32}
+
+
+def coded(spec, kind: str, tensor: int, box) -> np.ndarray:
+    """Values that say where they belong: different for every element of every tensor and kind (mod 2**16 or 2**32)."""
+    shape = spec.tensors[tensor].shape
+    index = np.zeros([hi - lo for lo, hi in box], np.uint64)
+    for axis, (lo, hi) in enumerate(box):
+        steps = np.arange(lo, hi, dtype=np.uint64).reshape([-1 if a == axis else 1 for a in range(len(box))])
+        index = index * np.uint64(shape[axis]) + steps
+    salt = np.uint64(40503 * (tensor + 1) + 977 * list(DTYPES).index(kind))
+    return ((index + np.uint64(1)) * np.uint64(2654435761) + salt).astype(DTYPES[kind])
+
+
+class Arrays:
+    """Endpoint over {(kind, tensor): [(box, array)]} at the source and at the destination."""
+
+    def __init__(self, spec, source, destination):
+        self.spec, self.source, self.destination = spec, source, destination
+
+    @classmethod
+    def of_layouts(cls, spec, rank: int, source, destination, kinds) -> Arrays:
+        """Source filled with address-coded values, destination with zeros."""
+
+        def boxes(layout):
+            held: dict = {}
+            for piece in layout.owned(spec, rank) if rank in layout.ranks else ():
+                if piece.kind in kinds:
+                    held.setdefault((piece.kind, spec.index[piece.tensor.name]), []).append(piece.box)
+            return held
+
+        full = {key: [(b, coded(spec, *key, b)) for b in found] for key, found in boxes(source).items()}
+        empty = {
+            key: [(b, np.zeros([hi - lo for lo, hi in b], DTYPES[key[0]])) for b in found]
+            for key, found in boxes(destination).items()
+        }
+        return cls(spec, full, empty)
+
+    def pack(self, fragments, out) -> None:
+        at = 0
+        for kind, tensor, box in fragments:
+            value = self._read(self.source, kind, tensor, box)
+            if value is None:
+                value = self._read(self.destination, kind, tensor, box)
+            assert value is not None, f"{kind} {tensor} {box} is not here"
+            out[at : at + value.nbytes] = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+            at += value.nbytes
+        assert at == len(out)
+
+    def unpack(self, fragments, data) -> None:
+        at = 0
+        for kind, tensor, box in fragments:
+            value = np.frombuffer(data, DTYPES[kind], volume(box), at).reshape([hi - lo for lo, hi in box])
+            self._write(kind, tensor, box, value)
+            at += value.nbytes
+        assert at == len(data)
+
+    def copy_local(self, local) -> None:
+        for how, _, (kind, tensor, box) in local:
+            if how == "keep":
+                self._write(kind, tensor, box, self._read(self.source, kind, tensor, box))
+            else:
+                master = self._read(self.destination, "master", tensor, box)
+                self._write(kind, tensor, box, master.astype(DTYPES[kind]))
+
+    def digests(self) -> dict[str, int]:
+        """Sum of all received values by kind: enough to tell two runs apart."""
+        sums: dict[str, int] = {}
+        for (kind, _), held in self.destination.items():
+            sums[kind] = sums.get(kind, 0) + sum(int(array.sum(dtype=np.uint64)) for _, array in held)
+        return {kind: value & 0xFFFFFFFF for kind, value in sums.items()}
+
+    def wrong(self) -> list:
+        """Places at the destination that hold another value than their own."""
+        return [
+            (key, box)
+            for key, held in self.destination.items()
+            for box, array in held
+            if not np.array_equal(array, coded(self.spec, *key, box))
+        ]
+
+    def _read(self, store, kind, tensor, box):
+        result, missing = None, volume(box)
+        for held, array in store.get((kind, tensor), ()):
+            both = intersect(held, box)
+            if both == box:
+                return array[_within(box, held)]
+            if both is not None:
+                if result is None:
+                    result = np.empty([hi - lo for lo, hi in box], array.dtype)
+                result[_within(both, box)] = array[_within(both, held)]
+                missing -= volume(both)
+        return result if not missing else None
+
+    def _write(self, kind, tensor, box, value) -> None:
+        for held, array in self.destination[kind, tensor]:
+            if intersect(held, box) == box:
+                array[_within(box, held)] = value
+                return
+        raise KeyError((kind, tensor, box))
+
+
+def _within(inner, outer) -> tuple[slice, ...]:
+    return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(inner, outer))
+
+
+class HandPlan:
+    """Every receiver gets what it needs from the lowest rank that holds it, in rounds of a circle tournament."""
+
+    def __init__(self, spec, source, destination, kinds):
+        self.spec, self.digest = spec, "by hand"
+        ranks = sorted({*source.ranks, *destination.ranks})
+        n = len(ranks) + len(ranks) % 2
+        self._transfers: dict[int, dict[int, tuple]] = {rank: {} for rank in ranks}
+        self._local: dict[int, list] = {rank: [] for rank in ranks}
+        position = {rank: i for i, rank in enumerate(ranks)}
+        held = {r: list(source.owned(spec, r)) if r in source.ranks else [] for r in ranks}
+        for receiver in destination.ranks:
+            for piece in destination.owned(spec, receiver):
+                if piece.kind not in kinds:
+                    continue
+                tensor, missing = spec.index[piece.tensor.name], [piece.box]
+                for sender in sorted(ranks, key=lambda r: (r != receiver, r)):
+                    for other in held[sender]:
+                        if other.kind != piece.kind or other.tensor.name != piece.tensor.name:
+                            continue
+                        for box in [b for b in (intersect(m, other.box) for m in missing) if b is not None]:
+                            self._move(sender, receiver, position, n, Fragment(piece.kind, tensor, box))
+                        missing = list(itertools.chain.from_iterable(subtract(m, other.box) for m in missing))
+                assert not missing
+
+    def _move(self, sender, receiver, position, n, fragment) -> None:
+        if sender == receiver:
+            self._local[receiver].append(("keep", 0, fragment))
+            return
+        round_ = _meet(position[sender], position[receiver], n)
+        self._transfers[sender].setdefault(round_, (receiver, [], []))[1].append(fragment)
+        self._transfers[receiver].setdefault(round_, (sender, [], []))[2].append(fragment)
+
+    def transfers(self, rank):
+        return [(r, *self._transfers[rank][r]) for r in sorted(self._transfers[rank])]
+
+    def local(self, rank):
+        return self._local[rank]
+
+
+def _meet(a: int, b: int, n: int) -> int:
+    """The round in which players a and b of n (even) meet: n - 1 rounds, the last player stays in its place."""
+    if n - 1 in (a, b):
+        return 2 * min(a, b) % (n - 1)
+    return (a + b) % (n - 1)
