@@ -1,26 +1,27 @@
-"""Endpoints of numpy arrays and a plan made by hand, for tests of what moves between them."""
+"""Endpoints of numpy arrays whose values say where they belong, for tests of what moves between them."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
-from dynarl.transport.messages import Fragment
-from dynarl.vps.box import intersect, subtract, volume
+from dynarl.vps.box import intersect, volume
+from dynarl.vps.execute import cast
 
 DTYPES = {"param": np.uint16, "master": np.uint32, "exp_avg": np.uint32, "exp_avg_sq": np.uint32}
 
 
 def coded(spec, kind: str, tensor: int, box) -> np.ndarray:
-    """Values that say where they belong: different for every element of every tensor and kind (mod 2**16 or 2**32)."""
+    """Values that say where they belong. A parameter is the cast of its master, so that it is the same shipped or derived."""
+    if kind == "param":
+        return cast(coded(spec, "master", tensor, box).view(np.float32), np.dtype(np.uint16), "bfloat16")
     shape = spec.tensors[tensor].shape
     index = np.zeros([hi - lo for lo, hi in box], np.uint64)
     for axis, (lo, hi) in enumerate(box):
         steps = np.arange(lo, hi, dtype=np.uint64).reshape([-1 if a == axis else 1 for a in range(len(box))])
         index = index * np.uint64(shape[axis]) + steps
     salt = np.uint64(40503 * (tensor + 1) + 977 * list(DTYPES).index(kind))
-    return ((index + np.uint64(1)) * np.uint64(2654435761) + salt).astype(DTYPES[kind])
+    # Without bit 30 it is never the number of an infinity or of a NaN.
+    return ((index + np.uint64(1)) * np.uint64(2654435761) + salt).astype(np.uint32) & np.uint32(0xBFFFFFFF)
 
 
 class Arrays:
@@ -72,7 +73,7 @@ class Arrays:
                 self._write(kind, tensor, box, self._read(self.source, kind, tensor, box))
             else:
                 master = self._read(self.destination, "master", tensor, box)
-                self._write(kind, tensor, box, master.astype(DTYPES[kind]))
+                self._write(kind, tensor, box, cast(master.view(np.float32), np.dtype(np.uint16), "bfloat16"))
 
     def digests(self) -> dict[str, int]:
         """Sum of all received values by kind: enough to tell two runs apart."""
@@ -113,50 +114,3 @@ class Arrays:
 
 def _within(inner, outer) -> tuple[slice, ...]:
     return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(inner, outer))
-
-
-class HandPlan:
-    """Every receiver gets what it needs from the lowest rank that holds it, in rounds of a circle tournament."""
-
-    def __init__(self, spec, source, destination, kinds):
-        self.spec, self.digest = spec, "by hand"
-        ranks = sorted({*source.ranks, *destination.ranks})
-        n = len(ranks) + len(ranks) % 2
-        self._transfers: dict[int, dict[int, tuple]] = {rank: {} for rank in ranks}
-        self._local: dict[int, list] = {rank: [] for rank in ranks}
-        position = {rank: i for i, rank in enumerate(ranks)}
-        held = {r: list(source.owned(spec, r)) if r in source.ranks else [] for r in ranks}
-        for receiver in destination.ranks:
-            for piece in destination.owned(spec, receiver):
-                if piece.kind not in kinds:
-                    continue
-                tensor, missing = spec.index[piece.tensor.name], [piece.box]
-                for sender in sorted(ranks, key=lambda r: (r != receiver, r)):
-                    for other in held[sender]:
-                        if other.kind != piece.kind or other.tensor.name != piece.tensor.name:
-                            continue
-                        for box in [b for b in (intersect(m, other.box) for m in missing) if b is not None]:
-                            self._move(sender, receiver, position, n, Fragment(piece.kind, tensor, box))
-                        missing = list(itertools.chain.from_iterable(subtract(m, other.box) for m in missing))
-                assert not missing
-
-    def _move(self, sender, receiver, position, n, fragment) -> None:
-        if sender == receiver:
-            self._local[receiver].append(("keep", 0, fragment))
-            return
-        round_ = _meet(position[sender], position[receiver], n)
-        self._transfers[sender].setdefault(round_, (receiver, [], []))[1].append(fragment)
-        self._transfers[receiver].setdefault(round_, (sender, [], []))[2].append(fragment)
-
-    def transfers(self, rank):
-        return [(r, *self._transfers[rank][r]) for r in sorted(self._transfers[rank])]
-
-    def local(self, rank):
-        return self._local[rank]
-
-
-def _meet(a: int, b: int, n: int) -> int:
-    """The round in which players a and b of n (even) meet: n - 1 rounds, the last player stays in its place."""
-    if n - 1 in (a, b):
-        return 2 * min(a, b) % (n - 1)
-    return (a + b) % (n - 1)

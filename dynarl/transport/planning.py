@@ -16,6 +16,7 @@ import msgspec
 
 from dynarl.transport.messages import Places
 from dynarl.vps.layout import CheckpointLayout, EngineLayout, HFLayout, Layout
+from dynarl.vps.plan import plan_for_rank, plan_transition
 from dynarl.vps.spec import ModelSpec, preset
 from dynarl.vps.train_layout import Shards, TrainLayout
 
@@ -24,8 +25,8 @@ LAYOUTS = {cls.__name__: cls for cls in (TrainLayout, EngineLayout, HFLayout, Ch
 
 class Request(msgspec.Struct, frozen=True):
     """model: config.json of the Hugging Face form, or {"preset": name}; source, destination: `describe`d layouts whose
-    ranks are those of `Places(num_nodes, devices_per_node)`; piece_bytes: of one message at most; budget_bytes: memory
-    for messages per rank.
+    ranks are those of `Places(num_nodes, devices_per_node)`; budget_bytes: what the planner may spend beyond the larger
+    state; piece_bytes: of one message at most; ring_bytes: of each of the two rings of a rank.
     """
 
     model: dict[str, Any]
@@ -34,18 +35,13 @@ class Request(msgspec.Struct, frozen=True):
     kinds: list[str]
     num_nodes: int
     devices_per_node: int
-    relabel: bool = False
-    budget_bytes: int = 32 << 20
+    budget_bytes: int = 1 << 30
     piece_bytes: int = 1 << 20
+    ring_bytes: int = 8 << 20
 
     @property
     def places(self) -> Places:
         return Places(self.num_nodes, self.devices_per_node)
-
-    @property
-    def ring_bytes(self) -> int:
-        """Each rank has two rings; a ring holds two messages at least, so that one is packed while one is sent."""
-        return max(self.budget_bytes // 2, 2 * self.piece_bytes)
 
     @property
     def key(self) -> str:
@@ -82,57 +78,46 @@ class RankPlan:
 
 def plan_rank(request: Request, rank: int) -> RankPlan:
     """This rank's part of the plan of `request`. Raises ValueError (LayoutError, SpecError) for what cannot be."""
-    plan = _plan(request.key, _Held(request))
+    source, destination = request.layouts()
+    plan = plan_for_rank(
+        request.spec,
+        source,
+        destination,
+        rank,
+        kinds=tuple(request.kinds),
+        budget_bytes=request.budget_bytes,
+        ranks_per_node=request.devices_per_node,
+    )
     return RankPlan(
         rank=rank,
         transfers=list(plan.transfers(rank)),
-        local=plan.local(rank),
-        digest=_as_number(plan.digest),
-        peak_bytes=plan.peak_bytes.get(rank, 0),
-        bytes_received=plan.bytes_received.get(rank, 0),
+        local=list(plan.local(rank)),
+        digest=zlib.crc32(plan.digest.encode()),
+        peak_bytes=plan.peak_bytes[rank],
+        bytes_received=plan.bytes_received[rank],
         item_bytes={kind: request.spec.itemsize(kind) for kind in request.kinds},
     )
 
 
-class _Held:
-    """Carries a request past the cache, which goes by the key."""
-
-    def __init__(self, request: Request):
-        self.request = request
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
-
-
-@lru_cache(maxsize=8)
-def _plan(key: str, held: _Held) -> Any:
-    from dynarl.vps.plan import plan_transition
-
-    request = held.request
+def relabelled(request: Request) -> Request:
+    """The same transition with the destination's ranks in the order that moves fewest bytes. Whoever decides on a
+    transition does this once; everybody else plans what it says."""
     source, destination = request.layouts()
-    return plan_transition(
+    plan = plan_transition(
         request.spec,
         source,
         destination,
         kinds=tuple(request.kinds),
-        relabel=request.relabel,
         budget_bytes=request.budget_bytes,
+        ranks_per_node=request.devices_per_node,
     )
+    return msgspec.structs.replace(request, destination=describe(plan.dst))
 
 
 @lru_cache(maxsize=8)
 def _spec(model: bytes) -> ModelSpec:
     config = msgspec.json.decode(model)
     return preset(config["preset"]) if "preset" in config else ModelSpec.from_hf(config)
-
-
-def _as_number(digest: int | str | bytes) -> int:
-    if isinstance(digest, int):
-        return (digest ^ digest >> 32) & 0xFFFFFFFF
-    return zlib.crc32(digest.encode() if isinstance(digest, str) else digest)
 
 
 def describe(layout: Layout) -> dict[str, Any]:

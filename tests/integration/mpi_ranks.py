@@ -23,12 +23,12 @@ import mpi4py  # noqa: E402
 mpi4py.rc.threads = True
 mpi4py.rc.thread_level = "funneled"
 
-from numpy_ends import Arrays, HandPlan  # noqa: E402
+from numpy_ends import Arrays  # noqa: E402
 
 from dynarl.agent.remapper import PhaseTimeout, Remapper  # noqa: E402
 from dynarl.agent.transitions import Transitions  # noqa: E402
 from dynarl.parent import die_with_parent  # noqa: E402
-from dynarl.transport.planning import RankPlan, Request, describe  # noqa: E402
+from dynarl.transport.planning import Request, describe  # noqa: E402
 from dynarl.transport.worker_side import TransitionSide  # noqa: E402
 from dynarl.vps.layout import EngineLayout  # noqa: E402
 from dynarl.vps.train_layout import TrainLayout  # noqa: E402
@@ -40,21 +40,11 @@ MODEL = dict(
 )  # fmt: skip
 
 
-def plan(request: Request, rank: int) -> RankPlan:
-    source, destination = request.layouts()
-    made = HandPlan(request.spec, source, destination, request.kinds)
-    items = {kind: request.spec.itemsize(kind) for kind in request.kinds}
-    return RankPlan(rank, made.transfers(rank), made.local(rank), 7, 0, 0, items)
-
-
 class Side(TransitionSide):
-    """A worker with numpy arrays. `slow`: it dies in the middle of a run."""
+    """A worker with numpy arrays. `dies`: in the middle of a run."""
 
     def __init__(self, dies: bool):
         self.dies, self.last = dies, None
-
-    def make_plan(self, request, rank):
-        return plan(request, rank)
 
     def open_endpoint(self, request, rank, made):
         arrays = Arrays.of_layouts(request.spec, rank, *request.layouts(), request.kinds)
@@ -152,11 +142,10 @@ async def main(scenario: str, directory: Path) -> dict:
         lambda device: f"w{device}",
         lambda name: workers.processes[name].pid,
         staging,
-        plan,
     )
     request = Request(
         MODEL, describe(source), describe(destination), kinds, len(nodes), devices,
-        budget_bytes=int(os.environ.get("BUDGET", 1 << 16)), piece_bytes=1 << 12,
+        ring_bytes=int(os.environ.get("RING", 1 << 15)), piece_bytes=1 << 12,
     )  # fmt: skip
     import msgspec
 

@@ -30,9 +30,9 @@ def run(scenario: str, directory: Path, **env: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("scenario", ["trainer", "two devices"])
-@pytest.mark.parametrize("budget", [1 << 13, 1 << 20])
-def test_state_arrives_where_it_belongs(scenario, budget, tmp_path):
-    for result in run(scenario, tmp_path, BUDGET=str(budget)):
+@pytest.mark.parametrize("ring", [1 << 13, 1 << 20])
+def test_state_arrives_where_it_belongs(scenario, ring, tmp_path):
+    for result in run(scenario, tmp_path, RING=str(ring)):
         assert "error" not in result
         assert result["cached"] == [False, True]
         assert result["looks"] and all(look["wrong"] == 0 and look["committed"] for look in result["looks"])
@@ -69,7 +69,7 @@ def test_no_memory_on_one_node_is_noticed_before_anything_moves(tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True).returncode:
         pytest.skip("may not mount here")
     try:
-        results = run("trainer", tmp_path, FAULT="memory", SMALL=str(small), BUDGET=str(8 << 20))
+        results = run("trainer", tmp_path, FAULT="memory", SMALL=str(small), RING=str(4 << 20))
     finally:
         subprocess.run(["umount", "-l", small], check=True)
     assert results[1]["error"].startswith("NoStagingMemory") and "lower the transition's budget" in results[1]["error"]
