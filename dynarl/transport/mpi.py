@@ -24,8 +24,10 @@ from dynarl.transport.messages import Lanes, Message, Places
 
 # Highest tag that MPI promises everywhere is 32767.
 TAG_SPACE = 32000
-# While a message is on the wire MPI is looked at without a sleep for this long after something happened.
-EAGER_S = 2e-3
+# Longest sleep between two looks at MPI while a message is on the wire: what the network's buffers hold meanwhile.
+WIRE_PAUSE_S = 1e-4
+# How long the event loop may be kept from other work. Its own timers are too coarse here: epoll counts milliseconds.
+LOOP_S = 1e-3
 # Sends, and receives, that one rank has posted at a time: enough to fill a wire, few enough to look at often.
 MOST_POSTED = 16
 
@@ -93,25 +95,26 @@ class Exchange:
     ) -> dict[str, float]:
         """Move everything. Returns {"wire_s", "waited_s"}: seconds with a message posted, and asleep.
 
-        Raises Overdue at the deadline, PeerDied when a worker here is gone, and what a check raises. After an error the
+        The event loop gets its turn every millisecond. Raises Overdue at the deadline, PeerDied when a worker here is gone, and what a check raises. After an error the
         communicator and the mailboxes must not be used again: a late message may still write into them.
         """
         run = _Run(self._lanes, self._sends, self._receives, communicator, transition)
         checks = [*(lane.mailbox.check for lane in self._lanes), *checks]
         patience = Patience(timeout_s, f"exchange of transition {transition}", checks)
-        last = began = time.monotonic()
+        began = yielded = time.monotonic()
         wire_s = 0.0
         while not run.done:
             if run.advance():
-                last = time.monotonic()
                 patience.moved()
-                await asyncio.sleep(0)
-            elif run.posted and time.monotonic() - last < EAGER_S:
-                await asyncio.sleep(0)
             else:
-                await asyncio.sleep(patience.next_pause())
+                pause = patience.next_pause()
+                time.sleep(min(pause, WIRE_PAUSE_S) if run.posted else pause)
+            now = time.monotonic()
             if run.posted:
-                wire_s = time.monotonic() - began
+                wire_s = now - began
+            if now - yielded > LOOP_S:
+                yielded = now
+                await asyncio.sleep(0)
         return {"wire_s": wire_s, "waited_s": patience.waited_s}
 
 

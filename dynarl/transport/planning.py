@@ -78,23 +78,16 @@ class RankPlan:
 
 def plan_rank(request: Request, rank: int) -> RankPlan:
     """This rank's part of the plan of `request`. Raises ValueError (LayoutError, SpecError) for what cannot be."""
-    source, destination = request.layouts()
-    plan = plan_for_rank(
-        request.spec,
-        source,
-        destination,
-        rank,
-        kinds=tuple(request.kinds),
-        budget_bytes=request.budget_bytes,
-        ranks_per_node=request.devices_per_node,
-    )
+    nodes = _ByNode(request)
+    plan = plan_for_rank(request.spec, *nodes.layouts, nodes.inner(rank), **nodes.options)
+    inner = nodes.inner(rank)
     return RankPlan(
         rank=rank,
-        transfers=list(plan.transfers(rank)),
-        local=list(plan.local(rank)),
+        transfers=[exchange._replace(peer=nodes.outer(exchange.peer)) for exchange in plan.transfers(inner)],
+        local=list(plan.local(inner)),
         digest=zlib.crc32(plan.digest.encode()),
-        peak_bytes=plan.peak_bytes[rank],
-        bytes_received=plan.bytes_received[rank],
+        peak_bytes=plan.peak_bytes[inner],
+        bytes_received=plan.bytes_received[inner],
         item_bytes={kind: request.spec.itemsize(kind) for kind in request.kinds},
     )
 
@@ -102,16 +95,33 @@ def plan_rank(request: Request, rank: int) -> RankPlan:
 def relabelled(request: Request) -> Request:
     """The same transition with the destination's ranks in the order that moves fewest bytes. Whoever decides on a
     transition does this once; everybody else plans what it says."""
-    source, destination = request.layouts()
-    plan = plan_transition(
-        request.spec,
-        source,
-        destination,
-        kinds=tuple(request.kinds),
-        budget_bytes=request.budget_bytes,
-        ranks_per_node=request.devices_per_node,
-    )
-    return msgspec.structs.replace(request, destination=describe(plan.dst))
+    nodes = _ByNode(request)
+    plan = plan_transition(request.spec, *nodes.layouts, **nodes.options)
+    destination = plan.dst.relabelled([nodes.outer(rank) for rank in plan.dst.ranks])
+    return msgspec.structs.replace(request, destination=describe(destination))
+
+
+class _ByNode:
+    """Ranks as the planner gets them: a node's workers and its staging rank side by side, so that it knows who is near."""
+
+    def __init__(self, request: Request):
+        self._places = request.places
+        per_node = request.devices_per_node + 1
+        self.layouts = [layout.relabelled([self.inner(r) for r in layout.ranks]) for layout in request.layouts()]
+        self.options = dict(
+            kinds=tuple(request.kinds), budget_bytes=request.budget_bytes, ranks_per_node=per_node
+        )
+
+    def inner(self, rank: int) -> int:
+        places = self._places
+        device = places.devices_per_node if places.is_staging(rank) else places.device_of(rank)
+        return places.node_of(rank) * (places.devices_per_node + 1) + device
+
+    def outer(self, inner: int) -> int:
+        node, device = divmod(inner, self._places.devices_per_node + 1)
+        if device == self._places.devices_per_node:
+            return self._places.staging_rank(node)
+        return self._places.worker_rank(node, device)
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,198 @@
+"""`dynarl bench vps`, the parts that move bytes: transitions between four processes of this machine, against baselines.
+
+    wire         bytes per second of our MPI executor, packing and unpacking included, against raw MPI messages of the same
+                 sizes between the same ranks
+
+Every figure is a median over rounds in which the candidates take turns, all in one run; what counts is their ratio. Run
+`python -m dynarl.bench.vps_live NAME` for one part; `run(NAME)` returns its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+
+from dynarl.bench.arrays import Arrays
+from dynarl.errors import DynarlError
+from dynarl.parent import die_with_parent
+from dynarl.transport.carrier import Carrier
+from dynarl.transport.mailbox import Mailbox
+from dynarl.transport.messages import Lanes, Schedule
+from dynarl.transport.planning import Request, describe, plan_rank
+from dynarl.vps.train_layout import TrainLayout
+
+RANKS = 4
+ROUNDS = 7
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+# 40 million parameters; 560 MB with optimizer state.
+MODEL = dict(
+    model_type="llama", num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=4,
+    intermediate_size=1536, vocab_size=16384, tie_word_embeddings=True, torch_dtype="bfloat16",
+)  # fmt: skip
+TUNING = json.loads(os.environ.get("TUNING", "{}"))
+# Every rank sends and receives.
+SOURCE, DESTINATION = TrainLayout(tp=2, dp=2), TrainLayout(tp=1, pp=2, dp=2)
+
+
+def run(part: str, mca: dict[str, str] | None = None, quiet: bool = True) -> dict[str, Any]:
+    """Figures of one part. mca: settings of Open MPI, such as {"btl": "tcp,self"}. Raises DynarlError."""
+    if shutil.which("mpirun") is None:
+        raise DynarlError("mpirun is not on the PATH: load the site's MPI module")
+    work = Path(tempfile.mkdtemp(prefix="dynarl-bench-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    options = [text for name, value in (mca or {}).items() for text in ("--mca", name, value)]
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command = ["nice", "-n", os.environ.get("BN","5"), "mpirun", *root, "--oversubscribe", *options, "-n", str(RANKS), sys.executable, "-m", __name__ if __name__ != "__main__" else "dynarl.bench.vps_live"]
+    try:
+        done = subprocess.run([*command, part, "--work", str(work)], capture_output=True, text=True)
+        if done.returncode or not (work / "result.json").exists():
+            raise DynarlError(f"the benchmark ended with status {done.returncode}:\n{done.stderr[-3000:]}")
+        return json.loads((work / "result.json").read_text())
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+# ---- wire
+
+
+def wire(work: Path) -> None:
+    """One rank under mpirun."""
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    request = Request(MODEL, describe(SOURCE), describe(DESTINATION), list(KINDS), RANKS, 1, **TUNING)
+    plan = plan_rank(request, rank)
+    schedule = Schedule.of(plan.transfers, plan.item_bytes, request.piece_bytes)
+    lanes = Lanes.of(schedule, rank, request.places, request.ring_bytes)
+    mailbox = Mailbox.create(work / f"rank-{rank}", *lanes.needs())
+    ours, theirs = get_context("fork").Pipe()
+    worker = get_context("fork").Process(target=_worker, args=(theirs, mailbox.path, request, rank), daemon=True)
+    worker.start()  # before MPI is
+
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    from mpi4py import MPI
+
+    from dynarl.transport.mpi import Exchange, Lane
+
+    world = MPI.COMM_WORLD
+    exchange = Exchange([Lane(rank, lanes, mailbox)], request.places, {node: node for node in range(RANKS)})
+    raw = _Raw(world, schedule)
+    results: dict[str, list[dict[str, float]]] = {"ours": [], "raw": [], "raw, all at once": []}
+
+    def transition(number: int) -> dict[str, float]:
+        mailbox.reset()
+        ours.send("run")
+        phases = asyncio.run(exchange.run(world, number, 120.0))
+        return phases | ours.recv()
+
+    for number in range(ROUNDS + 1):
+        for name, act in (("ours", transition), ("raw", raw.by_round), ("raw, all at once", raw.at_once)):
+            world.Barrier()
+            began = time.perf_counter()
+            phases = act(number) or {}
+            seconds = time.perf_counter() - began
+            slowest = world.allreduce(seconds, MPI.MAX)
+            if number:  # the first is for page faults and connections
+                results[name].append({"seconds": slowest, **phases})
+    ours.send("stop")
+    total = world.allreduce(exchange.bytes_received)
+    if rank == 0:
+        seconds = {name: statistics.median(r["seconds"] for r in listed) for name, listed in results.items()}
+        best = min(seconds["raw"], seconds["raw, all at once"])
+        figures = {
+            "bytes": total,
+            "seconds": seconds,
+            "bytes_per_s": {name: total / s for name, s in seconds.items()},
+            "ratio": best / seconds["ours"],
+            "phases_of_rank_0": {
+                name: statistics.median(r[name] for r in results["ours"])
+                for name in ("pack_s", "unpack_s", "local_s", "wait_s", "wire_s", "waited_s")
+            },
+        }
+        (work / "result.json").write_text(json.dumps(figures))
+    world.Barrier()
+
+
+def _worker(commands: Connection, path: Path, request: Request, rank: int) -> None:
+    die_with_parent()
+    source, destination = request.layouts()
+    endpoint = Arrays(request.spec, rank, source, destination, request.kinds)
+    plan = plan_rank(request, rank)
+    lanes = Lanes.of(Schedule.of(plan.transfers, plan.item_bytes, request.piece_bytes), rank, request.places, request.ring_bytes)
+    mailbox = Mailbox.open(path)
+    while commands.recv() == "run":
+        commands.send(Carrier(endpoint, lanes, mailbox, {}, ()).run(120.0))
+
+
+class _Raw:
+    """The same messages from and to plain buffers, nothing packed."""
+
+    def __init__(self, world: Any, schedule: Schedule):
+        self._world, self._schedule = world, schedule
+        size = max((m.num_bytes for m in schedule.outgoing + schedule.incoming), default=1)
+        self._out = np.ones(size, np.uint8)
+        self._into = np.ones((16, size), np.uint8)
+        self._all_into = [np.ones(m.num_bytes, np.uint8) for m in schedule.incoming]
+        self._all_out = [np.ones(m.num_bytes, np.uint8) for m in schedule.outgoing]
+
+    def by_round(self, number: int) -> None:
+        """Round by round, part by part: send and receive posted together, both waited for."""
+        from mpi4py import MPI
+
+        steps: dict[tuple[int, int], list[Any]] = {}
+        for m in self._schedule.incoming:
+            steps.setdefault((m.round, m.part), []).append(
+                lambda m=m: self._world.Irecv(self._into[m.part % 16, : m.num_bytes], m.peer, m.part % 32000)
+            )
+        for m in self._schedule.outgoing:
+            steps.setdefault((m.round, m.part), []).append(
+                lambda m=m: self._world.Isend(self._out[: m.num_bytes], m.peer, m.part % 32000)
+            )
+        for step in sorted(steps):
+            MPI.Request.Waitall([post() for post in steps[step]])
+
+    def at_once(self, number: int) -> None:
+        """Everything posted, then waited for."""
+        from mpi4py import MPI
+
+        requests = [
+            self._world.Irecv(buffer, m.peer, (m.round * 37 + m.part) % 32000)
+            for m, buffer in zip(self._schedule.incoming, self._all_into)
+        ]
+        requests += [
+            self._world.Isend(buffer, m.peer, (m.round * 37 + m.part) % 32000)
+            for m, buffer in zip(self._schedule.outgoing, self._all_out)
+        ]
+        MPI.Request.Waitall(requests)
+
+
+PARTS: dict[str, Callable[[Path], None]] = {"wire": wire}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=sorted(PARTS))
+    parser.add_argument("--work", type=Path, help="directory of a run under way (set by mpirun's ranks)")
+    parser.add_argument("--mca", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    args = parser.parse_args()
+    if args.work is not None:
+        PARTS[args.part](args.work)
+    else:
+        print(json.dumps(run(args.part, dict(args.mca)), indent=2))
+
+
+if __name__ == "__main__":
+    main()
