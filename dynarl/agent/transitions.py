@@ -63,6 +63,7 @@ class _Prepared:
     exchange: Exchange
     lanes: list[Lane]
     workers: dict[int, str]  # rank -> name
+    receivers: list[str]  # the workers that hold some of the destination
     pids: dict[str, int | None]
     local: dict[int, dict[int, tuple[int, int, int]]]
     staging: RankPlan | None
@@ -162,6 +163,7 @@ class Transitions:
             exchange,
             listed,
             workers,
+            [name for rank, name in workers.items() if rank in asked.layouts()[1].ranks],
             pids,
             local,
             staging,
@@ -289,12 +291,12 @@ class Transitions:
             raise PhaseTimeout(self._stop)
 
     async def verify(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """{worker: its digests by kind}, and under "staged" that of the staged model."""
+        """{receiving worker: its digests by kind}, and under "staged" that of the staged model."""
         known = self._known(key)
         answers = await asyncio.gather(
-            *(self._call(name, "verify_transition", timeout_s=timeout_s, key=key) for name in known.workers.values())
+            *(self._call(name, "verify_transition", timeout_s=timeout_s, key=key) for name in known.receivers)
         )
-        digests: dict[str, Any] = dict(zip(known.workers.values(), answers))
+        digests: dict[str, Any] = dict(zip(known.receivers, answers))
         if known.staged is not None:
             digests["staged"] = known.staged.digest()
         return digests
@@ -306,7 +308,7 @@ class Transitions:
             known.staged.complete()
             known.staged = None
         await asyncio.gather(
-            *(self._call(name, "finish_transition", timeout_s=timeout_s, key=key) for name in known.workers.values())
+            *(self._call(name, "finish_transition", timeout_s=timeout_s, key=key) for name in known.receivers)
         )
 
     async def abort(self, key: str, reason: str, timeout_s: float) -> None:

@@ -179,7 +179,95 @@ class _Raw:
         MPI.Request.Waitall(requests)
 
 
-PARTS: dict[str, Callable[[Path], None]] = {"wire": wire}
+# ---- weights to every node
+
+TINY = dict(
+    model_type="qwen2", num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=192, vocab_size=64, tie_word_embeddings=True, torch_dtype="float32",
+)  # fmt: skip
+
+
+def sync(work: Path) -> None:
+    """One agent under mpirun: weights of a tiny model from two owners to the staged model of each of four nodes."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    from mpi4py import MPI
+
+    answer = asyncio.run(_sync(work, MPI.COMM_WORLD))
+    everybody = MPI.COMM_WORLD.gather(answer)
+    if everybody is not None:
+        phases = {
+            name: statistics.median(max(a["phases"][i][name] for a in everybody) for i in range(len(answer["phases"])))
+            for name in everybody[0]["phases"][0]
+        }
+        figures = {
+            "parameters": everybody[0]["parameters"],
+            "median_ms": statistics.median(answer["ms"]),
+            "fastest_ms": min(answer["ms"]),
+            "first_ms": answer["first_ms"],
+            "phases_ms": {name: 1e3 * value for name, value in phases.items()},
+        }
+        (work / "result.json").write_text(json.dumps(figures))
+    MPI.COMM_WORLD.Barrier()
+
+
+async def _sync(work: Path, world: Any) -> dict[str, Any]:
+    import msgspec
+    import zmq
+    import zmq.asyncio
+
+    from dynarl.agent.remapper import Remapper
+    from dynarl.agent.transitions import Transitions
+    from dynarl.rpc import Link
+    from dynarl.slurm.environ import for_worker
+    from dynarl.vps.layout import EngineLayout
+
+    rank, nodes = world.Get_rank(), list(range(RANKS))
+    socket = zmq.asyncio.Context().socket(zmq.ROUTER)
+    address = f"ipc://{work}/agent-{rank}"
+    socket.bind(address)
+    up = asyncio.Event()
+
+    class Events:
+        def event_up(self, peer: str, **_: Any) -> None:
+            up.set()
+
+    link = Link(socket, Events(), routed=True)
+    serving = asyncio.ensure_future(link.serve())
+    program = [sys.executable, "-m", "dynarl.bench.vps_worker", "--socket", address, "--name", "w0", "--parent", str(os.getpid())]
+    worker = subprocess.Popen(program, env=for_worker(os.environ, {}) | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    await up.wait()
+    transitions = Transitions(
+        rank, Remapper(world), link.call, lambda device: "w0", lambda name: worker.pid, work / f"node{rank}"
+    )
+    owners, everywhere = TrainLayout(dp=2, ranks=(0, 1)), EngineLayout(dp=RANKS, ranks=range(RANKS, 2 * RANKS))
+    request = Request(TINY, describe(owners), describe(everywhere), ["param"], RANKS, 1)
+    plain, times, phases = msgspec.to_builtins(request), [], []
+    for number in range(1, 42):
+        world.Barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        prepared = await transitions.prepare(plain, nodes, 30.0)
+        path = work / f"node{rank}" / f"v{number}" / "model.safetensors"
+        parts = await transitions.run(prepared["key"], number, nodes, 30.0, destination=str(path), verify=True)
+        await transitions.finish(prepared["key"], 30.0)
+        times.append(world.allreduce(1e3 * (time.perf_counter() - began), MPI_MAX()))
+        parts.pop("digests")
+        phases.append(parts | {"prepare_s": prepared["seconds"], "agent_cpu_s": time.process_time() - cpu})
+    worker.terminate()
+    worker.wait()
+    transitions.close()
+    serving.cancel()
+    return {"ms": times[1:], "first_ms": times[0], "phases": phases[1:], "parameters": request.spec.parameters}
+
+
+def MPI_MAX() -> Any:
+    from mpi4py import MPI
+
+    return MPI.MAX
+
+
+PARTS: dict[str, Callable[[Path], None]] = {"wire": wire, "sync": sync}
 
 
 def main() -> None:

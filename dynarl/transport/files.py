@@ -17,8 +17,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Iterable, Mapping, NamedTuple, Protocol, Sequence
 
@@ -27,7 +27,7 @@ import numpy as np
 from dynarl.transport.mailbox import reserve
 from dynarl.transport.messages import Fragment, cut, num_bytes
 from dynarl.vps.box import Box, intersect, subtract, volume
-from dynarl.vps.digest import CHUNK_BYTES, weight_files
+from dynarl.vps.digest import CHUNK_BYTES, digest_chunks, weight_files
 from dynarl.vps.spec import ITEMSIZE
 
 SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -55,8 +55,8 @@ class StagedModel:
     Made with `create` (then `complete` gives the file its name) or `open`.
     """
 
-    def __init__(self, spec: Spec, arrays: list[np.ndarray], path: Path, part: Path | None):
-        self._spec, self.arrays, self.path, self._part = spec, arrays, path, part
+    def __init__(self, spec: Spec, arrays: list[np.ndarray], path: Path, part: Path | None, data: memoryview | None):
+        self._spec, self.arrays, self.path, self._part, self._data = spec, arrays, path, part, data
 
     @classmethod
     def create(cls, path: Path, spec: Spec) -> StagedModel:
@@ -80,7 +80,7 @@ class StagedModel:
             np.frombuffer(memory, raw, (hi - lo) // raw.itemsize, len(head) + lo).reshape(tensor.shape)
             for tensor, (lo, hi) in zip(spec.tensors, offsets)
         ]
-        return cls(spec, arrays, path, part)
+        return cls(spec, arrays, path, part, memoryview(memory)[len(head) : size])
 
     @classmethod
     def open(cls, path: Path, spec: Spec) -> StagedModel:
@@ -93,7 +93,7 @@ class StagedModel:
             found |= _mapped_tensors(file, {t.name: tuple(t.shape) for t in spec.tensors}, spec.dtype)
         if missing := [t.name for t in spec.tensors if t.name not in found]:
             raise FileError(f"{path} has no tensor {missing[0]} (and lacks {len(missing)} of {len(spec.tensors)})")
-        return cls(spec, [found[t.name] for t in spec.tensors], path, None)
+        return cls(spec, [found[t.name] for t in spec.tensors], path, None, None)
 
     def pack(self, fragments: Sequence[Fragment], out: memoryview) -> None:
         at = 0
@@ -114,14 +114,9 @@ class StagedModel:
 
     def digest(self) -> str:
         """CRC-32 of the data, as `digest_weights` computes it of the file."""
-        if self._part is None:
+        if self._data is None:
             raise ValueError("the digest of a file that is there already is dynarl.vps.digest.digest_weights")
-        crc = 0
-        for array in self.arrays:
-            flat = memoryview(array.reshape(-1)).cast("B")
-            for at in range(0, len(flat), CHUNK_BYTES):
-                crc = zlib.crc32(flat[at : at + CHUNK_BYTES], crc)
-        return f"{crc:08x}"
+        return digest_chunks(self._data[at : at + CHUNK_BYTES] for at in range(0, len(self._data), CHUNK_BYTES))
 
     def complete(self) -> None:
         """Give the file its name."""
@@ -145,6 +140,7 @@ def _numbers(data: memoryview, at: int, like: np.ndarray) -> np.ndarray:
     return np.frombuffer(data, like.dtype, like.size, at).reshape(like.shape)
 
 
+@lru_cache(maxsize=4)
 def _safetensors_head(spec: Spec) -> tuple[bytes, list[tuple[int, int]]]:
     """Length and header of a file with all tensors in order, and each one's place behind it."""
     offsets, at = [], 0

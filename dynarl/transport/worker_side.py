@@ -2,7 +2,7 @@
 
     plan      make this rank's part of the plan; the agent learns the messages from the answer
     attach    map the mailboxes
-    run       pack, unpack, copy; nothing of the old state is changed
+    run       pack, unpack, copy; nothing of the old state is changed. Who only sends is done with it
     finish    the new state is the one that counts          abort    it is dropped, the old one goes on
 
 A subclass says what moves: `open_endpoint`. Plans and mailboxes are kept, because the weights go the same way at every
@@ -32,6 +32,7 @@ class _Known:
     lanes: Lanes | None = None
     neighbours: dict[int, tuple[Mailbox, int, int]] = field(default_factory=dict)
     endpoint: Any = None
+    receives: bool = True
 
 
 class TransitionSide:
@@ -64,7 +65,8 @@ class TransitionSide:
         asked = msgspec.convert(request, Request)
         plan = self.make_plan(asked, rank)
         schedule = Schedule.of(plan.transfers, plan.item_bytes, asked.piece_bytes)
-        self._known[asked.key] = _Known(asked, rank, plan, schedule)
+        receives = rank in asked.layouts()[1].ranks
+        self._known[asked.key] = _Known(asked, rank, plan, schedule, receives=receives)
         return {
             "digest": plan.digest,
             "sizes": schedule.sizes(),
@@ -98,12 +100,14 @@ class TransitionSide:
         if known.mailbox is None or known.lanes is None:
             raise RuntimeError(f"transition {key} has no mailbox here")
         carrier = Carrier(known.endpoint, known.lanes, known.mailbox, known.neighbours, known.plan.local)
-        return carrier.run(limit_s)
+        seconds = carrier.run(limit_s)
+        if not known.receives:
+            self._end(key, True)
+        return seconds
 
     def do_verify_transition(self, key: str) -> dict[str, int]:
-        """Positional digests by kind of what was received, {} if the endpoint has none."""
-        endpoint = self._transition(key).endpoint
-        return endpoint.digests() if hasattr(endpoint, "digests") else {}
+        """Positional digests by kind of what this rank holds of the destination."""
+        return self._transition(key).endpoint.digests()
 
     def do_finish_transition(self, key: str) -> None:
         self._end(key, True)
