@@ -59,7 +59,10 @@ class Arrays:
                 target[...] = _find(self.source, kind, tensor, box)
             else:
                 master = _find(self.destination, "master", tensor, box)
-                target[...] = cast(master.view(np.float32), target.dtype, self.spec.dtype)
+                self.cast(master, target)
+
+    def cast(self, master: np.ndarray, target: np.ndarray) -> None:
+        target[...] = cast(master.view(np.float32), target.dtype, self.spec.dtype)
 
 
 def _find(held: Held, kind: str, tensor: int, box: Box) -> np.ndarray | None:

@@ -36,7 +36,7 @@ from dynarl.transport.planning import Request, describe, plan_rank
 from dynarl.vps.train_layout import TrainLayout
 
 RANKS = 4
-ROUNDS = 7
+ROUNDS = int(os.environ.get("ROUNDS", "7"))
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 # 40 million parameters; 560 MB with optimizer state.
 MODEL = dict(

@@ -29,52 +29,14 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from dynarl.bench.arrays import Arrays
 from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE
-from dynarl.transport.carrier import Carrier
 from dynarl.transport.files import owned_once
-from dynarl.transport.mailbox import Mailbox
-from dynarl.transport.messages import Lanes, Schedule
-from dynarl.transport.mpi import neighbours
-from dynarl.transport.planning import Request, describe, plan_rank, relabelled
+from dynarl.transport.planning import Request, describe, relabelled
 from dynarl.transport.torch_p2p import execute
 from dynarl.vps.layout import ALL_KINDS
 from dynarl.vps.plan import plan_for_rank
 from dynarl.vps.train_layout import TrainLayout
 
 OPTIMIZER = ("master", "exp_avg", "exp_avg_sq")
-
-
-class Mail:
-    """One transition of this rank through mailboxes, all ranks on one node. Every rank makes one, in the same order."""
-
-    def __init__(self, name: str, directory: Path, rank: int, request: Request, endpoint: Any):
-        plans = {r: plan_rank(request, r) for r in request.ranks()}
-        self._member = rank in plans
-        if not self._member:
-            dist.barrier()
-            return
-        places = request.places
-        lanes = {
-            r: Lanes.of(Schedule.of(p.transfers, p.item_bytes, request.piece_bytes), r, places, request.ring_bytes)
-            for r, p in plans.items()
-        }
-        self._mailbox = Mailbox.create(directory / f"{name}-{rank}", *lanes[rank].needs())
-        dist.barrier()
-        near = {
-            k: (Mailbox.open(directory / f"{name}-{sender}"), theirs, at)
-            for k, (sender, theirs, at) in neighbours(lanes, places)[rank].items()
-        }
-        opened = {m.path: m for m, _, _ in near.values()}
-        near = {k: (opened[m.path], theirs, at) for k, (m, theirs, at) in near.items()}
-        self._make = lambda: Carrier(endpoint, lanes[rank], self._mailbox, near, plans[rank].local)
-        self.bytes_received = plans[rank].bytes_received
-
-    def reset(self) -> None:
-        if self._member:
-            self._mailbox.reset()
-
-    def run(self) -> None:
-        if self._member:
-            self._make().run(120.0)
 
 
 class TensorArrays(Arrays):
@@ -85,6 +47,11 @@ class TensorArrays(Arrays):
 
     def unpack_tensor(self, fragments: Any, data: torch.Tensor) -> None:
         self.unpack(fragments, memoryview(data.numpy()))
+
+    def cast(self, master: np.ndarray, target: np.ndarray) -> None:
+        # One pass; numpy, which has no bfloat16, needs several.
+        value = torch.from_numpy(master).view(torch.float32)
+        torch.from_numpy(target).view(torch.bfloat16).copy_(value)
 
 
 def checkpoint(endpoint: Arrays, rank: int, directory: Path) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -122,7 +89,7 @@ def main(rank: int, work: Path) -> None:
     best = relabelled(request)
     spec, (source, destination) = request.spec, best.layouts()
     arrays = TensorArrays(spec, rank, source, destination, ALL_KINDS)
-    mail = Mail("ours", work, rank, best, arrays)
+    mail = Mail("ours", work, rank, best, arrays, dist.barrier)
     plan = plan_for_rank(spec, source, destination, rank, kinds=ALL_KINDS)
     group = dist.group.WORLD
 
@@ -135,10 +102,10 @@ def main(rank: int, work: Path) -> None:
         ("scatter", second, DESTINATION, ALL_KINDS),
     ):
         kinds_there = kinds if name != "exchange" else ALL_KINDS
-        stage = Arrays(spec, rank, None, after, kinds_there)
-        stage.source = held if held is not None else Arrays(spec, rank, before, None, kinds).source
+        stage = TensorArrays(spec, rank, None, after, kinds_there)
+        stage.source = held if held is not None else TensorArrays(spec, rank, before, None, kinds).source
         asked = Request(MODEL, describe(before), describe(after), list(kinds), 1, RANKS)
-        detour.append(Mail(name, work, rank, asked, stage))
+        detour.append(Mail(name, work, rank, asked, stage, dist.barrier))
         held = stage.destination
 
     plain = TensorArrays(spec, rank, SOURCE, DESTINATION, OPTIMIZER)
