@@ -11,7 +11,7 @@ DTYPES = {"param": np.uint16, "master": np.uint32, "exp_avg": np.uint32, "exp_av
 
 
 def coded(spec, kind: str, tensor: int, box) -> np.ndarray:
-    """Values that say where they belong. A parameter is the cast of its master, so that it is the same shipped or derived."""
+    """Values that say where they belong. A parameter is the cast of its master: the same whether shipped or derived."""
     if kind == "param":
         return cast(coded(spec, "master", tensor, box).view(np.float32), np.dtype(np.uint16), "bfloat16")
     shape = spec.tensors[tensor].shape

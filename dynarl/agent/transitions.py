@@ -1,6 +1,7 @@
 """What an agent does when model state moves between two layouts.
 
-    prepare   local workers and the staged model of this node plan their part; mailboxes are made     memory is taken here
+    prepare   local workers and the staged model of this node plan their part; mailboxes get their memory
+    reserve   so does the new state (otherwise at the start of run)
     run       workers pack and unpack, this agent moves the messages between nodes by MPI
     verify    digests of what arrived
     finish    the staged file gets its name, workers switch             abort   everything new is dropped
@@ -9,8 +10,8 @@ The controller asks all members for each phase and goes on when all have answere
 everywhere. What was prepared is kept under the key of the request, so that weights, which go the same way at every
 iteration, are not planned again.
 
-A phase that failed half-way may leave a message on the wire that still lands in a mailbox or on a communicator. So after
-a failure neither is used again.
+A run that failed half-way may leave a message on the wire that still lands in a mailbox or on a communicator. So after a
+failure neither is used again.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Transitions:
     async def prepare(self, request: dict[str, Any], nodes: list[int], timeout_s: float) -> dict[str, Any]:
         """nodes: the MPI rank of each node's agent, in the order of the request's places.
 
-        Returns {key, digest, peak_bytes, bytes_received, bytes_sent, cached, seconds}: bytes of this node between nodes.
+        Returns {key, digest, peak_bytes, bytes_received, bytes_sent, cached, seconds}; bytes are those between this node
+        and others.
         Raises NoStagingMemory, ExchangeError, CallError.
         """
         began = time.perf_counter()
@@ -147,9 +149,7 @@ class Transitions:
         agent_of = {node: sorted(nodes).index(rank) for node, rank in enumerate(nodes)}
         listed = [Lane(rank, lanes[rank], self._mailboxes[rank]) for rank in mine]
         exchange = Exchange(listed, places, agent_of)
-        await asyncio.gather(
-            *(self._attach(key, name, rank, local[rank], timeout_s) for rank, name in workers.items())
-        )
+        await asyncio.gather(*(self._attach(key, name, rank, local[rank], timeout_s) for rank, name in workers.items()))
         answer = {
             "key": key,
             "digest": next(iter(digests.values()), 0),
@@ -226,7 +226,7 @@ class Transitions:
         """Transition `number` (counted by the controller) of what was prepared. source, destination: paths of this
         node's staged models where it takes part with one; nodes: MPI ranks of all agents, as in `prepare`.
 
-        Returns {seconds, wire_s, pack_s, unpack_s, local_s, wait_s, digests}, the slowest worker's; digests if `verify`.
+        Returns {seconds, wire_s, pack_s, unpack_s, local_s, wait_s, digests}: of the slowest worker; digests if `verify`.
         Raises PhaseTimeout, PeerDied, CallError; then `abort` is to follow.
         """
         known = self._known(key)

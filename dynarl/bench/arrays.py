@@ -18,7 +18,9 @@ Held = dict[tuple[str, int], list[tuple[Box, np.ndarray]]]
 class Arrays:
     """One array per piece of a source layout and of a destination layout; what is sent is found by its box."""
 
-    def __init__(self, spec: ModelSpec, rank: int, source: Layout | None, destination: Layout | None, kinds: Sequence[str]):
+    def __init__(
+        self, spec: ModelSpec, rank: int, source: Layout | None, destination: Layout | None, kinds: Sequence[str]
+    ):
         self.spec = spec
         self.source = self._held(rank, source, kinds, filled=True)
         self.destination = self._held(rank, destination, kinds, filled=False)

@@ -1,7 +1,14 @@
 """`dynarl bench vps`, the parts that move bytes: transitions between four processes of this machine, against baselines.
 
-    wire         bytes per second of our MPI executor, packing and unpacking included, against raw MPI messages of the same
-                 sizes between the same ranks
+    wire       bytes per second of our MPI executor, packing and unpacking included, against raw MPI messages of the same
+               sizes between the same ranks
+    sync       weights of a tiny model from two owners to the staged model of every node: milliseconds
+    state      time of a transition against torch.distributed.checkpoint, and against gather, exchange, scatter
+    weights    time of weights alone against megatron.core.resharding
+
+Between processes of one machine MPI is a copy in memory, or a copy through the loopback device, and takes the cores that
+packing needs. `link_rate` (such as "4gbit") makes it a wire: the ranks run in a network of their own, the rate of which
+is limited. That needs root.
 
 Every figure is a median over rounds in which the candidates take turns, all in one run; what counts is their ratio. Run
 `python -m dynarl.bench.vps_live NAME` for one part; `run(NAME)` returns its figures.
@@ -19,10 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -48,21 +56,52 @@ TUNING = json.loads(os.environ.get("TUNING", "{}"))
 SOURCE, DESTINATION = TrainLayout(tp=2, dp=2), TrainLayout(tp=1, pp=2, dp=2)
 
 
-def run(part: str, mca: dict[str, str] | None = None, quiet: bool = True) -> dict[str, Any]:
-    """Figures of one part. mca: settings of Open MPI, such as {"btl": "tcp,self"}. Raises DynarlError."""
-    if shutil.which("mpirun") is None:
-        raise DynarlError("mpirun is not on the PATH: load the site's MPI module")
+# Parts that mpirun starts (functions here), and those whose processes find each other through torch (modules).
+TORCH_PARTS = {"state": "dynarl.bench.vps_torch", "weights": "dynarl.bench.vps_weights"}
+TCP = ("btl", "tcp,self", "btl_tcp_if_include", "lo", "oob_tcp_if_include", "lo")
+
+
+def run(part: str, link_rate: str | None = None, tcp: bool = False) -> dict[str, Any]:
+    """Figures of one part. link_rate: of the network between the ranks, in tc's units; tcp: MPI through the loopback
+    device instead of shared memory (so it is with link_rate). Raises DynarlError."""
     work = Path(tempfile.mkdtemp(prefix="dynarl-bench-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-    options = [text for name, value in (mca or {}).items() for text in ("--mca", name, value)]
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = ["nice", "-n", os.environ.get("BN","5"), "mpirun", *root, "--oversubscribe", *options, "-n", str(RANKS), sys.executable, "-m", __name__ if __name__ != "__main__" else "dynarl.bench.vps_live"]
     try:
-        done = subprocess.run([*command, part, "--work", str(work)], capture_output=True, text=True)
-        if done.returncode or not (work / "result.json").exists():
-            raise DynarlError(f"the benchmark ended with status {done.returncode}:\n{done.stderr[-3000:]}")
+        if part in TORCH_PARTS:
+            programs = [[sys.executable, "-m", TORCH_PARTS[part], str(rank), str(work)] for rank in range(RANKS)]
+        else:
+            programs = [_under_mpirun(part, work, link_rate, tcp or link_rate is not None)]
+        _together(programs, work)
         return json.loads((work / "result.json").read_text())
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _under_mpirun(part: str, work: Path, link_rate: str | None, tcp: bool) -> list[str]:
+    if shutil.which("mpirun") is None:
+        raise DynarlError("mpirun is not on the PATH: load the site's MPI module")
+    command = ["mpirun", "--oversubscribe", "-n", str(RANKS)]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    for name, value in zip(TCP[::2], TCP[1::2]) if tcp else ():
+        command += ["--mca", name, value]
+    command += [sys.executable, "-m", "dynarl.bench.vps_live", part, "--work", str(work)]
+    if link_rate is None:
+        return command
+    limit = f"tc qdisc add dev lo root tbf rate {link_rate} burst 512kb latency 20ms"
+    return ["unshare", "--net", "sh", "-ec", f'ip link set lo up; {limit}; exec "$@"', "sh", *command]
+
+
+def _together(programs: list[list[str]], work: Path) -> None:
+    """Run programs at the same time. Raises DynarlError with the end of what a failing one said."""
+    logs = [work / f"log{i}" for i in range(len(programs))]
+    processes = []
+    for program, log in zip(programs, logs):
+        with log.open("wb") as file:
+            processes.append(subprocess.Popen(program, stdout=file, stderr=file))
+    failed = [i for i, process in enumerate(processes) if process.wait()]
+    if failed or not (work / "result.json").exists():
+        text = logs[failed[0] if failed else 0].read_text(errors="replace")
+        raise DynarlError(f"the benchmark ended without a result:\n{text[-3000:]}")
 
 
 # ---- wire
@@ -131,7 +170,9 @@ def _worker(commands: Connection, path: Path, request: Request, rank: int) -> No
     source, destination = request.layouts()
     endpoint = Arrays(request.spec, rank, source, destination, request.kinds)
     plan = plan_rank(request, rank)
-    lanes = Lanes.of(Schedule.of(plan.transfers, plan.item_bytes, request.piece_bytes), rank, request.places, request.ring_bytes)
+    lanes = Lanes.of(
+        Schedule.of(plan.transfers, plan.item_bytes, request.piece_bytes), rank, request.places, request.ring_bytes
+    )
     mailbox = Mailbox.open(path)
     while commands.recv() == "run":
         commands.send(Carrier(endpoint, lanes, mailbox, {}, ()).run(120.0))
@@ -216,6 +257,7 @@ async def _sync(work: Path, world: Any) -> dict[str, Any]:
     import msgspec
     import zmq
     import zmq.asyncio
+    from mpi4py import MPI
 
     from dynarl.agent.remapper import Remapper
     from dynarl.agent.transitions import Transitions
@@ -235,8 +277,20 @@ async def _sync(work: Path, world: Any) -> dict[str, Any]:
 
     link = Link(socket, Events(), routed=True)
     serving = asyncio.ensure_future(link.serve())
-    program = [sys.executable, "-m", "dynarl.bench.vps_worker", "--socket", address, "--name", "w0", "--parent", str(os.getpid())]
-    worker = subprocess.Popen(program, env=for_worker(os.environ, {}) | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    program = [
+        sys.executable,
+        "-m",
+        "dynarl.bench.vps_worker",
+        "--socket",
+        address,
+        "--name",
+        "w0",
+        "--parent",
+        str(os.getpid()),
+    ]
+    worker = subprocess.Popen(
+        program, env=for_worker(os.environ, {}) | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    )
     await up.wait()
     transitions = Transitions(
         rank, Remapper(world), link.call, lambda device: "w0", lambda name: worker.pid, work / f"node{rank}"
@@ -251,7 +305,7 @@ async def _sync(work: Path, world: Any) -> dict[str, Any]:
         path = work / f"node{rank}" / f"v{number}" / "model.safetensors"
         parts = await transitions.run(prepared["key"], number, nodes, 30.0, destination=str(path), verify=True)
         await transitions.finish(prepared["key"], 30.0)
-        times.append(world.allreduce(1e3 * (time.perf_counter() - began), MPI_MAX()))
+        times.append(world.allreduce(1e3 * (time.perf_counter() - began), MPI.MAX))
         parts.pop("digests")
         phases.append(parts | {"prepare_s": prepared["seconds"], "agent_cpu_s": time.process_time() - cpu})
     worker.terminate()
@@ -261,25 +315,20 @@ async def _sync(work: Path, world: Any) -> dict[str, Any]:
     return {"ms": times[1:], "first_ms": times[0], "phases": phases[1:], "parameters": request.spec.parameters}
 
 
-def MPI_MAX() -> Any:
-    from mpi4py import MPI
-
-    return MPI.MAX
-
-
 PARTS: dict[str, Callable[[Path], None]] = {"wire": wire, "sync": sync}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=sorted(PARTS))
-    parser.add_argument("--work", type=Path, help="directory of a run under way (set by mpirun's ranks)")
-    parser.add_argument("--mca", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser = argparse.ArgumentParser(description="Transitions between four processes, against baselines")
+    parser.add_argument("part", choices=sorted({**PARTS, **TORCH_PARTS}))
+    parser.add_argument("--work", type=Path, help="directory of a run under way (set for its ranks)")
+    parser.add_argument("--link-rate", help="rate of the network between the ranks, such as 4gbit; needs root")
+    parser.add_argument("--tcp", action="store_true", help="MPI through the loopback device")
     args = parser.parse_args()
     if args.work is not None:
         PARTS[args.part](args.work)
     else:
-        print(json.dumps(run(args.part, dict(args.mca)), indent=2))
+        print(json.dumps(run(args.part, args.link_rate, args.tcp), indent=2))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from dynarl.transport.planning import Request, plan_rank
 class Mail:
     """One transition of this rank through mailboxes, all ranks on one node. Every rank makes one, in the same order."""
 
-    def __init__(self, name: str, directory: Path, rank: int, request: Request, endpoint: Any, barrier: Callable[[], None]):
+    def __init__(
+        self, name: str, directory: Path, rank: int, request: Request, endpoint: Any, barrier: Callable[[], None]
+    ):
         plans = {r: plan_rank(request, r) for r in request.ranks()}
         self._member, self.bytes_received = rank in plans, 0
         if not self._member:

@@ -2,12 +2,11 @@
 
     mailbox     ours, through shared memory between the processes of a node
     gloo        ours, over torch.distributed
-    scatter     gather to the first owner, exchange, scatter (what is done where a plan goes parameter by parameter), by the
-                same executor as "mailbox"
+    scatter     gather to the first owner, exchange between first owners, scatter; by the same executor as "mailbox"
     checkpoint  torch.distributed.checkpoint: save, then load at the other layout, on tmpfs
 
-All of them move the same arrays; "checkpoint" moves neither parameters nor replicas, so it moves less. One process of it:
-`python -m dynarl.bench.vps_torch RANK DIRECTORY`.
+All of them move the same arrays; "checkpoint" moves neither parameters nor replicas, so it moves less. One process of
+four: `python -m dynarl.bench.vps_torch RANK DIRECTORY`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from dynarl.bench.arrays import Arrays
-from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE
+from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE, TUNING
+from dynarl.bench.vps_mail import Mail
 from dynarl.transport.files import owned_once
 from dynarl.transport.planning import Request, describe, relabelled
 from dynarl.transport.torch_p2p import execute
@@ -59,15 +59,15 @@ def checkpoint(endpoint: Arrays, rank: int, directory: Path) -> tuple[Callable[[
     spec = endpoint.spec
 
     def sharded(layout: TrainLayout, held: Any) -> dict[str, ShardedTensor]:
-        mine: dict[str, list[Shard]] = {
-            f"{kind}/{tensor.name}": [] for kind in OPTIMIZER for tensor in spec.tensors
-        }
+        mine: dict[str, list[Shard]] = {f"{kind}/{tensor.name}": [] for kind in OPTIMIZER for tensor in spec.tensors}
         for kind, tensor, box in owned_once(spec, layout, rank, OPTIMIZER):
             for whole, array in held[kind, tensor]:
                 if whole == box:
                     offsets = [lo for lo, _ in box]
                     value = torch.from_numpy(array.view(np.float32))
-                    mine[f"{kind}/{spec.tensors[tensor].name}"].append(Shard.from_tensor_and_offsets(value, offsets, rank))
+                    mine[f"{kind}/{spec.tensors[tensor].name}"].append(
+                        Shard.from_tensor_and_offsets(value, offsets, rank)
+                    )
         shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
         return {
             name: ShardedTensor._init_from_local_shards(shards, *shapes[name.partition("/")[2]])
@@ -85,7 +85,7 @@ def main(rank: int, work: Path) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=RANKS)
-    request = Request(MODEL, describe(SOURCE), describe(DESTINATION), list(ALL_KINDS), 1, RANKS)
+    request = Request(MODEL, describe(SOURCE), describe(DESTINATION), list(ALL_KINDS), 1, RANKS, **TUNING)
     best = relabelled(request)
     spec, (source, destination) = request.spec, best.layouts()
     arrays = TensorArrays(spec, rank, source, destination, ALL_KINDS)
@@ -104,7 +104,7 @@ def main(rank: int, work: Path) -> None:
         kinds_there = kinds if name != "exchange" else ALL_KINDS
         stage = TensorArrays(spec, rank, None, after, kinds_there)
         stage.source = held if held is not None else TensorArrays(spec, rank, before, None, kinds).source
-        asked = Request(MODEL, describe(before), describe(after), list(kinds), 1, RANKS)
+        asked = Request(MODEL, describe(before), describe(after), list(kinds), 1, RANKS, **TUNING)
         detour.append(Mail(name, work, rank, asked, stage, dist.barrier))
         held = stage.destination
 

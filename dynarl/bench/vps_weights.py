@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE
+from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE, TUNING
 from dynarl.bench.vps_mail import Mail
 from dynarl.config.schema import Config, Model
 from dynarl.roles.training import megatron_cpu, torch_world
@@ -82,7 +82,7 @@ class Refit:
 
 
 def write_model(directory: Path) -> None:
-    request = Request(MODEL, describe(SOURCE), describe(DESTINATION), ["param"], 1, RANKS)
+    request = Request(MODEL, describe(SOURCE), describe(DESTINATION), ["param"], 1, RANKS, **TUNING)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 512, "rms_norm_eps": 1e-6}))
     model = StagedModel.create(directory / "model.safetensors", request.spec)
@@ -113,7 +113,7 @@ def main(rank: int, work: Path) -> None:
     def barrier() -> None:
         dist.barrier(group=group)
 
-    request = Request(MODEL, describe(SOURCE), describe(DESTINATION), ["param"], 1, RANKS)
+    request = Request(MODEL, describe(SOURCE), describe(DESTINATION), ["param"], 1, RANKS, **TUNING)
     state = State(source, target)
     mail = Mail("ours", work, rank, request, state, barrier)
     plan = plan_for_rank(trainer.arch.spec, SOURCE, DESTINATION, rank, kinds=("param",))

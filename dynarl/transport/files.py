@@ -4,12 +4,13 @@ StagedModel is an endpoint over the tensors of a model.safetensors, mapped into 
 owns something, one data file and one manifest::
 
     DIR/rank-00003.data     pieces one after the other, row-major
-    DIR/rank-00003.json     {"ranks": all that wrote, "pieces": [[kind, tensor, box, dtype, offset], ...], "scalars": {...}}
+    DIR/rank-00003.json     {"ranks": all that wrote, "pieces": [[kind, tensor, box, dtype, offset], ...],
+                             "scalars": {...}}
 
 Each element of the state is written once, by the lowest rank that holds it. Because the boxes are written down, a
-checkpoint may be read at any other layout, and only the bytes that a rank needs are read. Whatever is stored as two bytes
-is handled as uint16: nothing here computes with it. Files appear under their names only when complete; who asked for the
-checkpoint marks it so once every rank has answered.
+checkpoint may be read at any other layout, and only the bytes that a rank needs are read. Whatever is stored as two
+bytes is handled as uint16: nothing here computes with it. Files appear under their names only when complete; who asked
+for the checkpoint marks it so once every rank has answered.
 """
 
 from __future__ import annotations
@@ -187,6 +188,18 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
+def fill(source: Any, endpoint: Any, fragments: Iterable[Fragment], item_bytes: Mapping[str, int], limit: int) -> int:
+    """Give `endpoint` these fragments from a StagedModel or a CheckpointReader, `limit` bytes at a time. Returns the bytes
+    read. This is how a rank loads a model or a checkpoint: everybody reads what it needs.
+    """
+    buffer, total = memoryview(bytearray(limit)), 0
+    for size, part in cut(fragments, item_bytes, limit):
+        source.pack(part, buffer[:size])
+        endpoint.unpack(part, buffer[:size])
+        total += size
+    return total
+
+
 # ---- our own checkpoint
 
 
@@ -270,7 +283,14 @@ class CheckpointWriter:
             name, dtype = self._spec.tensors[tensor].name, self._spec.kind(kind).dtype
             pieces.append([kind, name, box, dtype, at])
             at += volume(box) * self._item_bytes[kind]
-        about = {"format": FORMAT, "rank": self._rank, "ranks": ranks, "bytes": at, "pieces": pieces, "scalars": scalars}
+        about = {
+            "format": FORMAT,
+            "rank": self._rank,
+            "ranks": ranks,
+            "bytes": at,
+            "pieces": pieces,
+            "scalars": scalars,
+        }
         _appear(directory / DATA.format(self._rank), memoryview(self._memory)[:at])
         # Last: a manifest vouches for its data.
         _appear(directory / MANIFEST.format(self._rank), json.dumps(about, separators=(",", ":")).encode())
@@ -351,16 +371,6 @@ class CheckpointReader:
         at = 0
         for kind, tensor, box in fragments:
             at += self._read(kind, tensor, box, out, at)
-
-    def fill(self, endpoint: Any, fragments: Iterable[Fragment], limit: int = 8 << 20) -> int:
-        """Give `endpoint` these fragments, `limit` bytes at a time. Returns the bytes read."""
-        buffer, total = memoryview(bytearray(limit)), 0
-        item_bytes = {kind.name: self._spec.itemsize(kind.name) for kind in self._spec.kinds}
-        for size, part in cut(fragments, item_bytes, limit):
-            self.pack(part, buffer[:size])
-            endpoint.unpack(part, buffer[:size])
-            total += size
-        return total
 
     def _read(self, kind: str, tensor: int, box: Box, out: memoryview, at: int) -> int:
         recorded = self._pieces.get((kind, tensor), [])

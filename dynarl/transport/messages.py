@@ -1,4 +1,4 @@
-"""What one rank sends and receives in a transition, as messages of bounded size: pure bookkeeping, the same on all sides.
+"""What one rank sends and receives in a transition, as messages of bounded size: bookkeeping, the same on all sides.
 
 A plan says which fragments (kind, tensor, box) two ranks exchange in which round. Both cut that list by the same rule
 into messages of at most `limit` bytes, so sender and receiver agree on every message without talking.
@@ -14,7 +14,7 @@ from dynarl.vps.box import Box, volume
 
 
 class Fragment(NamedTuple):
-    """A box of a logical tensor: `kind` of state, index of the tensor in the model's list, half-open interval per axis."""
+    """A box of a logical tensor: kind of state, number of the tensor in the model, half-open interval per axis."""
 
     kind: str
     tensor: int
@@ -22,7 +22,7 @@ class Fragment(NamedTuple):
 
 
 class Message(NamedTuple):
-    """`fragments` in row-major order one after the other, for `peer`, or from it. The first `after` incoming messages must
+    """`fragments` one after the other, each row-major, for `peer` or from it. The first `after` incoming messages must
     be unpacked before it is packed: they bring what it forwards.
     """
 
@@ -74,8 +74,8 @@ def cut(
     """Lists of fragments of at most `limit` bytes each, in order; a fragment that does not fit is cut along its first
     axis, and a single row that does not fit along its second.
 
-    >>> list(cut([Fragment("param", 0, ((0, 3), (0, 4)))], {"param": 2}, 16))
-    [(16, (Fragment(kind='param', tensor=0, box=((0, 2), (0, 4))),)), (8, (Fragment(kind='param', tensor=0, box=((2, 3), (0, 4))),))]
+    >>> [(size, f.box) for size, (f,) in cut([Fragment("param", 0, ((0, 3), (0, 4)))], {"param": 2}, 16)]
+    [(16, ((0, 2), (0, 4))), (8, ((2, 3), (0, 4)))]
     """
     if limit < max(item_bytes.values(), default=1):
         raise ValueError(f"messages of at most {limit} bytes cannot hold one element")

@@ -74,13 +74,15 @@ class Exchange:
                 (sent, lane.lanes.schedule.outgoing, lane.lanes.out_ring, self._sends),
                 (received, lane.lanes.schedule.incoming, lane.lanes.in_ring, self._receives),
             ):
+                far = [
+                    (k, m, agent_of[places.node_of(m.peer)])
+                    for k, m in enumerate(messages)
+                    if (lane.rank, k) in numbers
+                ]
                 ways.append(
                     [
-                        _Way(
-                            k, agent_of[places.node_of(m.peer)], numbers[lane.rank, k], ring.offset[k], m.num_bytes, ring.freed[k]
-                        )
-                        for k, m in enumerate(messages)
-                        if (lane.rank, k) in numbers
+                        _Way(k, agent, numbers[lane.rank, k], ring.offset[k], m.num_bytes, ring.freed[k])
+                        for k, m, agent in far
                     ]
                 )
         self.bytes_sent = sum(way.num_bytes for ways in self._sends for way in ways)
@@ -95,8 +97,9 @@ class Exchange:
     ) -> dict[str, float]:
         """Move everything. Returns {"wire_s", "waited_s"}: seconds with a message posted, and asleep.
 
-        The event loop gets its turn every millisecond. Raises Overdue at the deadline, PeerDied when a worker here is gone, and what a check raises. After an error the
-        communicator and the mailboxes must not be used again: a late message may still write into them.
+        The event loop gets its turn every millisecond. Raises Overdue at the deadline, PeerDied when a worker here is
+        gone, and what a check raises. After an error the communicator and the mailboxes must not be used again: a late
+        message may still write into them.
         """
         run = _Run(self._lanes, self._sends, self._receives, communicator, transition)
         checks = [*(lane.mailbox.check for lane in self._lanes), *checks]
@@ -238,9 +241,7 @@ def tags(places: Places, messages: Iterable[tuple[int, Message]], sends: bool) -
         if node != places.node_of(rank) and message.num_bytes:
             sender = rank if sends else message.peer
             between.setdefault(node, []).append((message.round, sender, message.part, rank, number))
-    return {
-        (rank, number): tag for listed in between.values() for tag, (*_, rank, number) in enumerate(sorted(listed))
-    }
+    return {(rank, number): tag for listed in between.values() for tag, (*_, rank, number) in enumerate(sorted(listed))}
 
 
 def neighbours(lanes: Mapping[int, Lanes], places: Places) -> dict[int, dict[int, tuple[int, int, int]]]:
@@ -275,4 +276,3 @@ def neighbours(lanes: Mapping[int, Lanes], places: Places) -> dict[int, dict[int
 
 def _buffer(view: memoryview) -> list:
     return [view, MPI.BYTE]
-

@@ -102,15 +102,13 @@ def relabelled(request: Request) -> Request:
 
 
 class _ByNode:
-    """Ranks as the planner gets them: a node's workers and its staging rank side by side, so that it knows who is near."""
+    """Ranks as the planner gets them: workers and staging rank of a node side by side, so that it knows who is near."""
 
     def __init__(self, request: Request):
         self._places = request.places
         per_node = request.devices_per_node + 1
         self.layouts = [layout.relabelled([self.inner(r) for r in layout.ranks]) for layout in request.layouts()]
-        self.options = dict(
-            kinds=tuple(request.kinds), budget_bytes=request.budget_bytes, ranks_per_node=per_node
-        )
+        self.options = dict(kinds=tuple(request.kinds), budget_bytes=request.budget_bytes, ranks_per_node=per_node)
 
     def inner(self, rank: int) -> int:
         places = self._places

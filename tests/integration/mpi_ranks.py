@@ -185,7 +185,9 @@ async def main(scenario: str, directory: Path) -> dict:
     # What the controller does: an error anywhere means an abort everywhere.
     if fault:
         await transitions.abort(key, "another node failed", 5.0)
-        result["left"] = sorted(str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file()) if staging.exists() else []
+        result["left"] = (
+            sorted(str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file()) if staging.exists() else []
+        )
         if fault != "die":
             os.environ.pop("SMALL", None)
             await again(transitions, plain, key, nodes, staging, scenario, world, result)
@@ -196,9 +198,10 @@ async def main(scenario: str, directory: Path) -> dict:
         except (CallError, TimeoutError, TypeError) as error:
             result["looks"].append(str(error))
     if scenario == "sync" and not fault:
+        from numpy_ends import coded
+
         from dynarl.transport.files import StagedModel
         from dynarl.vps.digest import digest_weights
-        from numpy_ends import coded
 
         model = StagedModel.open(Path(target), request.spec)
         whole = [tuple((0, n) for n in t.shape) for t in request.spec.tensors]

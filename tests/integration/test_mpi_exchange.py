@@ -21,10 +21,20 @@ CHECKOUT = PROGRAM.parents[2]
 
 def run(scenario: str, directory: Path, **env: str) -> list[dict]:
     # Ended by `timeout`, mpirun ends its ranks; killed, it could not.
-    command = ["timeout", "100", "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", sys.executable, PROGRAM, scenario, directory]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(CHECKOUT)} | env, capture_output=True, text=True
-    )
+    command = [
+        "timeout",
+        "100",
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "4",
+        sys.executable,
+        PROGRAM,
+        scenario,
+        directory,
+    ]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(CHECKOUT)} | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((directory / f"result{rank}.json").read_text()) for rank in range(4)]
 

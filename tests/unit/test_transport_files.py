@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy_ends import DTYPES, Arrays, coded
 
-from dynarl.transport.files import CheckpointReader, CheckpointWriter, FileError, StagedModel, owned_once
+from dynarl.transport.files import CheckpointReader, CheckpointWriter, FileError, StagedModel, fill, owned_once
 from dynarl.transport.messages import Fragment, num_bytes
 from dynarl.vps.box import volume, whole
 from dynarl.vps.digest import digest_weights
@@ -38,9 +38,7 @@ box_of = st.builds(
         ),
     ),
     st.integers(0, len(SPEC.tensors) - 1),
-    st.lists(
-        st.tuples(st.integers(0, 99), st.integers(0, 100)).map(lambda t: (t[0], max(t))), min_size=2, max_size=2
-    ),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 100)).map(lambda t: (t[0], max(t))), min_size=2, max_size=2),
 )
 
 
@@ -111,6 +109,19 @@ def test_a_model_in_several_files_is_read(tmp_path):
     assert bytes(out) == packed(everything("param"))
 
 
+def test_every_rank_loads_its_part_of_a_model_file(tmp_path):
+    staged(tmp_path / "model.safetensors").complete()
+    layout = TrainLayout(tp=2, pp=2)
+    for rank in layout.ranks:
+        arrays = Arrays.of_layouts(SPEC, rank, layout, layout, ["param"])
+        arrays.source = {}
+        wanted = [
+            Fragment(p.kind, SPEC.index[p.tensor.name], p.box) for p in layout.owned(SPEC, rank) if p.kind == "param"
+        ]
+        fill(StagedModel.open(tmp_path, SPEC), arrays, wanted, {"param": 2}, 1 << 12)
+        assert arrays.wrong() == []
+
+
 def vars_of(spec):
     import dataclasses
 
@@ -165,8 +176,10 @@ def test_a_checkpoint_is_read_at_any_other_layout(source, destination, tmp_path)
     for rank in destination.ranks:
         arrays = Arrays.of_layouts(SPEC, rank, destination, destination, kinds)
         arrays.source = {}
-        wanted = [Fragment(p.kind, SPEC.index[p.tensor.name], p.box) for p in destination.owned(SPEC, rank) if p.kind in kinds]
-        assert reader.fill(arrays, wanted, limit=500) == sum(4 * volume(f.box) for f in wanted)
+        wanted = [
+            Fragment(p.kind, SPEC.index[p.tensor.name], p.box) for p in destination.owned(SPEC, rank) if p.kind in kinds
+        ]
+        assert fill(reader, arrays, wanted, dict.fromkeys(kinds, 4), 500) == sum(4 * volume(f.box) for f in wanted)
         assert arrays.wrong() == []
 
 
@@ -198,7 +211,9 @@ def test_what_is_wrong_with_a_checkpoint_is_said(saved, tmp_path):
     copy(saved, tmp_path)
     data = tmp_path / "rank-00001.data"
     data.write_bytes(data.read_bytes()[:-3])
-    with pytest.raises(FileError, match=r"rank-00001.data has \d+ bytes, its manifest says \d+: .* of model\..* \[.*\] is lost"):
+    with pytest.raises(
+        FileError, match=r"rank-00001.data has \d+ bytes, its manifest says \d+: .* of model\..* \[.*\] is lost"
+    ):
         CheckpointReader(tmp_path, SPEC)
     data.unlink()
     with pytest.raises(FileError, match="rank-00001.data is not there"):

@@ -80,7 +80,12 @@ def test_a_forwarded_fragment_waits_for_its_arrival_only():
     piece = Fragment("param", 0, ((0, 4), (0, 4)))
     other = Fragment("param", 1, ((0, 4), (0, 4)))
     schedule = Schedule.of(
-        [(0, 1, [], [other]), (1, 2, [other], [piece]), (2, 3, [piece, other], []), (3, 1, [Fragment("param", 2, ((0, 1),))], [])],
+        [
+            (0, 1, [], [other]),
+            (1, 2, [other], [piece]),
+            (2, 3, [piece, other], []),
+            (3, 1, [Fragment("param", 2, ((0, 1),))], []),
+        ],
         ITEM,
         1000,
     )
@@ -307,5 +312,3 @@ def test_carriers_never_wait_for_each_other_in_a_circle(seed, ranks):
             idle = 0 if draw.choice(carriers).advance() else idle + 1
             assert idle < 1000
         assert all(state == TAKEN for r in range(ranks) for state in boxes[r].outgoing[: len(schedules[r].outgoing)])
-
-
