@@ -201,3 +201,22 @@ def test_a_rank_that_is_in_no_layout_says_so(stage):
         stage.workers[3].call("step", global_tokens=1.0, lr=1e-3)
     with pytest.raises(wire.CallError, match="nothing to adopt"):
         stage.workers[3].call("adopt")
+
+
+def test_a_joiner_that_dies_on_the_way_leaves_the_old_layout_as_it_was(stage):
+    """Last: one worker is gone afterwards."""
+    model_dir, batches, alone = stage.reference("dense")
+    fleet = trainers.Fleet(stage.workers, 1, model_dir, cut=layout(tp=2))
+    run = steps(stage, fleet, batches, 0, 1, "joiner")
+
+    def kill():
+        stage.workers[3].process.kill()
+        stage.workers[3].process.wait()
+
+    with pytest.raises(wire.CallError):
+        fleet.recut(layout(tp=2, dp=2), before_transfer=kill)
+    trainers.together(stage.workers[:3], "discard")
+    run += steps(stage, fleet, batches, 1, 2, "joiner")
+    fleet.recut(layout(dp=3))
+    run += steps(stage, fleet, batches, 2, 3, "joiner")
+    assert distance(alone, run) < TOLERANCE

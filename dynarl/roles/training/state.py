@@ -69,6 +69,7 @@ class State:
             if not in_place:
                 out[at : at + size].copy_(value.flatten().view(torch.uint8))
             at += size
+        _check_size(out, at)
 
     @torch.no_grad()
     def unpack_tensor(self, fragments: Sequence[Fragment], data: Tensor) -> None:
@@ -83,6 +84,7 @@ class State:
             for inner, view in views:
                 view.copy_(value[_within(inner, box)])
             at += size
+        _check_size(data, at)
 
     @torch.no_grad()
     def copy_local(self, local: Iterable[Any]) -> None:
@@ -314,6 +316,11 @@ def _local(part: Part, box: Box) -> tuple[slice, ...]:
 
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(inner, outer))
+
+
+def _check_size(data: Tensor, used: int) -> None:
+    if used != len(data):
+        raise ValueError(f"a message of {len(data)} bytes has {used} bytes of state: its plan is of another dtype")
 
 
 def _typed(data: Tensor, dtype: torch.dtype, box: Box) -> tuple[Tensor, bool]:

@@ -171,9 +171,9 @@ class Trainer:
 
         return State(shard_of(source), shard_of(destination))
 
-    def parameters_arrived(self) -> None:
-        """To be called once other parameters have come into the shard that trains: masters follow them."""
-        if self.optimizer is not None:
+    def parameters_arrived(self, kinds: Sequence[str] = ("param",)) -> None:
+        """To be called once state has come into the shard that trains: masters that did not come follow parameters."""
+        if self.optimizer is not None and "master" not in kinds:
             # With bfloat16 weights the optimizer steps on float32 copies of them.
             self.optimizer.reload_model_params()
 

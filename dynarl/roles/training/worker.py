@@ -31,14 +31,17 @@ from dynarl.roles.training import checkpoint, megatron_cpu, torch_world
 from dynarl.roles.training.create import create_model
 from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.reduction import tree_sum
+from dynarl.roles.training.state import State
 from dynarl.roles.training.trainer import Trainer, add_stats
 from dynarl.roles.worker import Worker, main
+from dynarl.transport.planning import RankPlan, Request, layout_of
+from dynarl.transport.worker_side import TransitionSide
 from dynarl.vps.digest import WEIGHTS_FILE, digest_weights
 from dynarl.vps.layout import ALL_KINDS
 from dynarl.vps.train_layout import TrainLayout
 
 
-class TrainingWorker(Worker):
+class TrainingWorker(TransitionSide, Worker):
     role = "training"
 
     def __init__(self, *args: Any):
@@ -142,6 +145,17 @@ class TrainingWorker(Worker):
     def do_discard(self) -> None:
         self.trainer.discard()
 
+    # ---- transitions that the agents carry out (transport.worker_side)
+
+    def open_endpoint(self, request: Request, rank: int, plan: RankPlan) -> State:
+        """Of this rank's shards, by the layouts. To another layout: between `reserve` and `adopt` or `discard`."""
+        return self.trainer.endpoint(*request.layouts())
+
+    def endpoint_done(self, request: Request, endpoint: State, committed: bool) -> None:
+        """Parameters that came into the shard that trains count from here on; they are not undone."""
+        if committed and endpoint.target is not None and endpoint.target.shard is not self.trainer.next:
+            self.trainer.parameters_arrived(request.kinds)
+
     # ---- gradients
 
     def do_join_reduction(self, store: str, name: str, rank: int, size: int) -> None:
@@ -223,9 +237,8 @@ class TrainingWorker(Worker):
 
 
 def train_layout(fields: dict[str, Any]) -> TrainLayout:
-    """A layout from a message: lists are tuples."""
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return TrainLayout(**values)
+    """A layout from a message: what transport.planning.describe makes of it, or some of its fields."""
+    return layout_of({"layout": "TrainLayout"} | fields)
 
 
 def default_layout(config: Config, size: int) -> TrainLayout:
