@@ -12,7 +12,14 @@ SIZES = dict(hidden_size=64, layers=2, heads=4, kv_heads=2, ffn_size=96, vocab_s
 MODEL_TYPES = {"Qwen3MoeForCausalLM": "qwen3_moe"}
 
 
-def write_model(directory: str, seed: int = 0, family: str = "Qwen2ForCausalLM", tied: bool = True, eos: int | None = 0, **sizes: int) -> str:
+def write_model(
+    directory: str,
+    seed: int = 0,
+    family: str = "Qwen2ForCausalLM",
+    tied: bool = True,
+    eos: int | None = 0,
+    **sizes: int,
+) -> str:
     """Write config.json and model.safetensors (weights normal with std 0.1, 0.2 in the layers, so that answers vary).
 
     Returns the directory. experts: their number, for Qwen3MoeForCausalLM; each token goes to two of them.

@@ -171,7 +171,7 @@ class Fleet:
         settings = json.loads((Path(self.model_dir) / "config.json").read_text())
         return {tensor.name: tensor.shape for tensor in ModelSpec.from_hf(settings).tensors}
 
-    def recut(self, cut: TrainLayout, before_digests=lambda: None) -> dict:
+    def recut(self, cut: TrainLayout, before_transfer=lambda: None, before_digests=lambda: None) -> dict:
         """Move to another layout, as the controller does, or raise Differs and stay in the old one.
 
         Returns digests of both sides and bytes received by rank.
@@ -180,9 +180,10 @@ class Fleet:
         workers = [self.everyone[rank] for rank in ranks]
         self.attempts += 1
         source, target = fields(self.cut), fields(cut)
-        together(workers, "prepare_layout", name=f"try{self.attempts}", source=source, layout=target)
+        together(workers, "prepare_layout", name=f"{self.name}-try{self.attempts}", source=source, layout=target)
         together(workers, "prepared", limit_s=30.0)
         together(workers, "reserve", scalars=self.owners[0].call("scalars"))
+        before_transfer()
         moved = together(workers, "transfer")
         before_digests()
         digests = together(workers, "digests")

@@ -10,8 +10,8 @@ The controller asks all members for each phase and goes on when all have answere
 everywhere. What was prepared is kept under the key of the request, so that weights, which go the same way at every
 iteration, are not planned again.
 
-A run that failed half-way may leave a message on the wire that still lands in a mailbox or on a communicator. So after a
-failure neither is used again.
+A run that failed half-way may leave a message on the wire that still lands in a mailbox or on a communicator. So after
+a failure neither is used again.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Transitions:
     async def prepare(self, request: dict[str, Any], nodes: list[int], timeout_s: float) -> dict[str, Any]:
         """nodes: the MPI rank of each node's agent, in the order of the request's places.
 
-        Returns {key, digest, peak_bytes, bytes_received, bytes_sent, cached, seconds}; bytes are those between this node
-        and others.
+        Returns {key, digest, peak_bytes, bytes_received, bytes_sent, cached, seconds}; bytes are those from and to other
+        nodes.
         Raises NoStagingMemory, ExchangeError, CallError.
         """
         began = time.perf_counter()
@@ -226,7 +226,8 @@ class Transitions:
         """Transition `number` (counted by the controller) of what was prepared. source, destination: paths of this
         node's staged models where it takes part with one; nodes: MPI ranks of all agents, as in `prepare`.
 
-        Returns {seconds, wire_s, pack_s, unpack_s, local_s, wait_s, digests}: of the slowest worker; digests if `verify`.
+        Returns {seconds, wire_s, pack_s, unpack_s, local_s, wait_s, digests}: those of the slowest worker, and digests if
+        `verify`.
         Raises PhaseTimeout, PeerDied, CallError; then `abort` is to follow.
         """
         known = self._known(key)

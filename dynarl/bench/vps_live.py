@@ -1,12 +1,12 @@
 """`dynarl bench vps`, the parts that move bytes: transitions between four processes of this machine, against baselines.
 
-    wire       bytes per second of our MPI executor, packing and unpacking included, against raw MPI messages of the same
-               sizes between the same ranks
+    wire       bytes per second of our MPI executor, packing and unpacking included, against raw MPI messages of the
+               same sizes between the same ranks
     sync       weights of a tiny model from two owners to the staged model of every node: milliseconds
     state      time of a transition against torch.distributed.checkpoint, and against gather, exchange, scatter
     weights    time of weights alone against megatron.core.resharding
 
-Between processes of one machine MPI is a copy in memory, or a copy through the loopback device, and takes the cores that
+Between processes of one machine MPI is a copy in memory, or through the loopback device, and takes the cores that
 packing needs. `link_rate` (such as "4gbit") makes it a wire: the ranks run in a network of their own, the rate of which
 is limited. That needs root.
 

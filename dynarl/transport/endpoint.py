@@ -1,7 +1,7 @@
 """What executes a plan needs of whoever holds the state. Executors differ in how bytes travel, not in this.
 
-The bytes of a fragment are those of its box, row-major; those of a message are its fragments one after the other, nothing
-between them. A fragment that is sent and not held at the source is one that arrived before: it is passed on.
+The bytes of a fragment are those of its box, row-major; those of a message are its fragments one after the other,
+nothing between them. A fragment that is sent and not held at the source is one that arrived before: it is passed on.
 """
 
 from __future__ import annotations

@@ -189,8 +189,9 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def fill(source: Any, endpoint: Any, fragments: Iterable[Fragment], item_bytes: Mapping[str, int], limit: int) -> int:
-    """Give `endpoint` these fragments from a StagedModel or a CheckpointReader, `limit` bytes at a time. Returns the bytes
-    read. This is how a rank loads a model or a checkpoint: everybody reads what it needs.
+    """Give `endpoint` these fragments from a StagedModel or a CheckpointReader, `limit` bytes at a time.
+
+    Returns the bytes read. This is how a rank loads a model or a checkpoint: everybody reads what it needs.
     """
     buffer, total = memoryview(bytearray(limit)), 0
     for size, part in cut(fragments, item_bytes, limit):

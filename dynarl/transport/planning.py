@@ -36,8 +36,9 @@ class Request(msgspec.Struct, frozen=True):
     num_nodes: int
     devices_per_node: int
     budget_bytes: int = 1 << 30
-    piece_bytes: int = 1 << 20
-    ring_bytes: int = 8 << 20
+    # Small enough that what was packed is still in the cache when it is sent.
+    piece_bytes: int = 512 << 10
+    ring_bytes: int = 2 << 20
 
     @property
     def places(self) -> Places:

@@ -1,10 +1,10 @@
 """Executes a plan between the ranks of a torch process group: NCCL between GPUs, gloo between CPUs.
 
-A rank goes through the steps of its plan: it keeps what it has, exchanges with one peer per round, derives what follows from
-what has arrived. In a round both sides post their send and their receive before either waits, and rounds come in one order
-on all ranks, so nobody ever waits for an operation that the other side will not post. Staging is one buffer for each
-direction, as large as the largest message of a round, or as `limit_bytes` where messages are larger: then both sides cut
-them by the same rule.
+A rank goes through the steps of its plan: it keeps what it has, exchanges with one peer per round, derives what follows
+from what has arrived. In a round both sides post their send and their receive before either waits, and rounds come in
+one order on all ranks, so nobody ever waits for an operation that the other side will not post. Staging is one buffer
+for each direction, as large as the largest message of a round, or as `limit_bytes` where messages are larger: then both
+sides cut them by the same rule.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def execute(
     device: torch.device,
     limit_bytes: int = LIMIT_BYTES,
 ) -> int:
-    """Do everything that `plan` (a dynarl.vps.plan.Plan) asks of `rank`. All its ranks must call. Returns bytes received.
+    """Do all that `plan` (a dynarl.vps.plan.Plan) asks of `rank`. All its ranks must call. Returns bytes received.
 
     positions: of each rank of the plan in `group`.
     """
@@ -96,8 +96,8 @@ def _exchange(
     if sending:
         endpoint.pack_tensor(out, staging[0][:sending])
     mine, theirs = staging[0][:sending], staging[1][:receiving]
-    # NCCL carries out the operations of a pair one after the other unless they are one group: two sends would wait for each
-    # other's receive.
+    # NCCL carries out the operations of a pair one after the other unless they are one group: two sends would wait for
+    # each other's receive.
     grouped = mine.device.type == "cuda"
     if grouped:
         group._start_coalescing(mine.device)

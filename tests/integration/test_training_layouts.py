@@ -1,8 +1,8 @@
 """Training does not depend on the layout, and goes on in another one as if nothing had happened.
 
-Real worker processes on this machine, gloo between them. A run of one rank is compared with runs that move between layouts
-in the middle: masters, moments and counters are the same bit by bit at the switch, losses and gradient norms afterwards up
-to the order of additions. And the digests notice a state that is not the same.
+Real worker processes on this machine, gloo between them. A run of one rank is compared with runs that move between
+layouts in the middle: masters, moments and counters are the same bit by bit at the switch, losses and gradient norms
+afterwards up to the order of additions. And the digests notice a state that is not the same.
 """
 
 import os
@@ -194,6 +194,11 @@ def test_training_goes_on_while_others_come_to_the_next_groups_or_never_do(stage
     with pytest.raises(wire.CallError, match="not up after"):
         stage.workers[0].call("prepared", limit_s=0.2)
     trainers.together(stage.workers, "discard")
+    stage.workers[3].call("prepare_layout", name="without the last", **told)
+    stage.workers[0].call("prepare_layout", name="without the last", **told)
+    with pytest.raises(wire.CallError, match="used before"):
+        stage.workers[0].call("prepared", limit_s=10.0)
+    trainers.together(stage.workers, "discard")
     fleet.recut(layout(tp=2, dp=2))
     run += steps(stage, fleet, batches, 1, 2, "meanwhile")
     assert distance(alone, run) < TOLERANCE
@@ -206,3 +211,22 @@ def test_a_rank_that_is_in_no_layout_says_so(stage):
         stage.workers[3].call("step", global_tokens=1.0, lr=1e-3)
     with pytest.raises(wire.CallError, match="nothing to adopt"):
         stage.workers[3].call("adopt")
+
+
+def test_a_joiner_that_dies_on_the_way_leaves_the_old_layout_as_it_was(stage):
+    """Last: one worker is gone afterwards."""
+    model_dir, batches, alone = stage.reference("dense")
+    fleet = trainers.Fleet(stage.workers, 1, model_dir, cut=layout(tp=2))
+    run = steps(stage, fleet, batches, 0, 1, "joiner")
+
+    def kill():
+        stage.workers[3].process.kill()
+        stage.workers[3].process.wait()
+
+    with pytest.raises(wire.CallError):
+        fleet.recut(layout(tp=2, dp=2), before_transfer=kill)
+    trainers.together(stage.workers[:3], "discard")
+    run += steps(stage, fleet, batches, 1, 2, "joiner")
+    fleet.recut(layout(dp=3))
+    run += steps(stage, fleet, batches, 2, 3, "joiner")
+    assert distance(alone, run) < TOLERANCE

@@ -1,4 +1,4 @@
-"""The state of a rank as logical pieces, in one process: views of live storage, digests, counters, from shard to shard."""
+"""The state of a rank as logical pieces, in one process: views of live storage, digests, counters, a move."""
 
 import random
 
@@ -90,7 +90,8 @@ def test_a_message_is_its_fragments_row_by_row_at_whatever_address(model_dir, wo
     trainer = build(model_dir, world, "bfloat16")
     train(trainer, 1)
     bound, state = Bound(trainer.shard), State(trainer.shard, trainer.shard)
-    norm, down = (trainer.arch.spec.index[name] for name in ("model.norm.weight", "model.layers.1.self_attn.o_proj.weight"))
+    index = trainer.arch.spec.index
+    norm, down = index["model.norm.weight"], index["model.layers.1.self_attn.o_proj.weight"]
     # An odd number of two-byte values first: what follows begins in the middle of a four-byte word.
     fragments = [("param", norm, ((3, 6),)), ("exp_avg", down, ((2, 7), (1, 30))), ("master", norm, ((0, 1),))]
     sizes = [3 * 2, 5 * 29 * 4, 4]
@@ -108,7 +109,7 @@ def test_a_message_is_its_fragments_row_by_row_at_whatever_address(model_dir, wo
 
 
 def test_every_parameter_counts_its_steps_in_a_tensor_of_its_own(model_dir, world):
-    """One tensor for all, as Megatron's optimizer has after it has loaded a checkpoint, is counted up by each of them."""
+    """One tensor for all, which Megatron's optimizer has after it has loaded a checkpoint, is counted up by each."""
     trainer = build(model_dir, world)
     train(trainer, 1)
     Bound(trainer.shard).set_scalars({"steps": {"dense": 5, "expert": 5}, "lr": 0.25})
@@ -156,7 +157,8 @@ def test_a_digest_is_the_same_whatever_the_cuts_and_wherever_it_is_computed(dtyp
         swapped[a], swapped[b] = values[b], values[a]
         assert (digest_view("w", "master", ((0, 23), (0, 17)), swapped) == whole) == (values[a] == values[b]).item()
     bits = values.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).numpy()
-    assert digest_box("w", "master", ((0, 23), (0, 17)), bits) == whole != digest_box("v", "master", ((0, 23), (0, 17)), bits)
+    box = ((0, 23), (0, 17))
+    assert digest_box("w", "master", box, bits) == whole != digest_box("v", "master", box, bits)
 
 
 def test_the_cells_of_a_box_in_an_interval_are_found_by_rectangles():

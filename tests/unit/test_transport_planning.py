@@ -23,7 +23,8 @@ def sync(nodes: int, devices: int) -> Request:
 
 def recut() -> Request:
     return Request(
-        MODEL, describe(TrainLayout(tp=2, dp=2)), describe(TrainLayout(pp=2, dp=2)), ["param", "master"], 2, 2, piece_bytes=4096
+        MODEL, describe(TrainLayout(tp=2, dp=2)), describe(TrainLayout(pp=2, dp=2)), ["param", "master"], 2, 2,
+        piece_bytes=4096,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a trainer must know of a model beside its tensors: how they are used. From the same config.json as its ModelSpec."""
+"""What a trainer must know of a model beside its tensors: how they are used. From the config.json of its ModelSpec."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def _initial(name: str, shape: tuple[int, ...], spec: ModelSpec, seed: int) -> t
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    # Scaled by the width, for the usual 0.02 for all is made for large models. At 1.0 every layer would keep the size of
-    # what goes in; somewhat less makes a small model learn more from the same supervised steps.
+    # Scaled by the width, for the usual 0.02 for all is made for large models. At 1.0 every layer would keep the size
+    # of what goes in; somewhat less makes a small model learn more from the same supervised steps.
     std = 0.6 * shape[1] ** -0.5
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         # Outputs of residual branches are made smaller by their number, so that the sum keeps its size (GPT-2).

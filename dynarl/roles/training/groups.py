@@ -1,8 +1,8 @@
 """The process groups of one layout, given to Megatron explicitly. Its global `parallel_state` is not touched.
 
-Every kind of group is a way of cutting the ranks of the layout into lists. A rank is in one list of each kind, and lists
-that are equal, of whatever kind or layout, are one group (see torch_world.World). All ranks go through the kinds in the
-same order, which is what lets members find each other without a word before.
+Every kind of group is a way of cutting the ranks of the layout into lists. A rank is in one list of each kind, and
+lists that are equal, of whatever kind or layout, are one group (see torch_world.World). All ranks go through the kinds
+in the same order, which is what lets members find each other without a word before.
 
 Beside Megatron's kinds there is `lease`: the ranks that must work off the same samples. That is one replica, tp x pp
 ranks; where experts are spread over several replicas, all of these, since each token may go to any of them.
@@ -67,8 +67,11 @@ class Groups:
 
 def build_groups(layout: TrainLayout, world: World | Draft) -> Groups:
     """Groups of this rank, one of `layout.ranks`. All of these must call it; it returns when their groups are up."""
-    if layout.cp > 1 or layout.vpp > 1:
-        raise ValueError(f"cp is {layout.cp} and vpp is {layout.vpp}; the trainer runs layouts with both of them 1")
+    if layout.cp > 1 or layout.vpp > 1 or not layout.zero1:
+        raise ValueError(
+            f"cp is {layout.cp}, vpp is {layout.vpp} and zero1 is {layout.zero1}; "
+            "the trainer runs layouts with cp and vpp 1, and optimizers that are sharded"
+        )
     made: dict[str, dist.ProcessGroup] = {}
     for kind, lists in rank_lists(layout).items():
         mine = next((ranks for ranks in lists if world.rank in ranks), None)

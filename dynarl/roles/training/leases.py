@@ -47,7 +47,7 @@ class LeaseQueue:
         return given_back
 
     def work(self, cap_tokens: int, group: dist.ProcessGroup | None, whole: bool = False) -> bool:
-        """Run one micro-batch, or all of a lease. Returns whether there is more to do. group: who does a lease together."""
+        """Run one micro-batch, or all of a lease. Returns whether there is more to do. group: who does it together."""
         if self._lease is None and not self._start_next(cap_tokens, group):
             return False
         batches = [self._batches.popleft() for _ in range(len(self._batches) if whole else 1)]

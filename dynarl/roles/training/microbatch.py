@@ -30,7 +30,10 @@ def num_tokens(sample: Sample) -> int:
 
 
 def collate(samples: Sequence[Sample], device: torch.device, multiple_of: int = 1) -> MicroBatch:
-    """multiple_of: of positions. Raises ValueError for a sample without a prompt: its first token would have no position to be predicted from."""
+    """multiple_of: what the number of positions is padded to.
+
+    Raises ValueError for a sample without a prompt: its first token would have no position to be predicted from.
+    """
     for sample in samples:
         if not sample["prompt"]:
             raise ValueError(f"sample {sample['sample']!r} has an empty prompt")

@@ -68,6 +68,7 @@ def splits_positions(arch: Arch, layout: TrainLayout) -> bool:
 def build_model(arch: Arch, groups: Groups, dtype: str) -> GPTModel:
     """The stage and shard of this rank, on the current device, with weights not yet set."""
     layout, spec = groups.layout.checked(arch.spec), arch.spec
+    stages = _Stages(layout.pp_layers, groups.pp.rank()) if layout.pp_layers and layout.pp > 1 else None
     config = TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
@@ -96,7 +97,7 @@ def build_model(arch: Arch, groups: Groups, dtype: str) -> GPTModel:
         persist_layer_norm=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        pipeline_model_parallel_layout=_Stages(layout.pp_layers, groups.pp.rank()) if layout.pp_layers and layout.pp > 1 else None,
+        pipeline_model_parallel_layout=stages,
         sequence_parallel=splits_positions(arch, layout),
         bf16=dtype == "bfloat16",
         params_dtype=DTYPES[dtype],
@@ -140,7 +141,8 @@ def _experts(arch: Arch, layout: TrainLayout) -> dict:
 
 
 class _Stages(PipelineParallelLayerLayout):
-    """As many layers on each stage as a layout says. Megatron asks for those of its global pipeline rank, unless told."""
+    """As many layers on each stage as a layout says. Megatron asks for those of its global pipeline rank, unless
+    told."""
 
     def __init__(self, counts: tuple[int, ...], stage: int):
         stages = [["decoder"] * count for count in counts]

@@ -2,7 +2,8 @@
 
 Every stage has the samples and knows the shape of what comes, so only hidden states and their gradients travel. What a
 stage keeps are the activations of one lease. Between two neighbours all states go up before any gradient comes down;
-a send is therefore always met by a receive, also where the operations of a pair are carried out in the order of posting.
+a send is therefore always met by a receive, also where the operations of a pair are carried out in the order of
+posting.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def run_forward_backward(
 ) -> None:
     """Run micro-batches 0..len(shapes)-1 through this stage.
 
-    group: the stages in order. shapes: of the hidden states of each micro-batch. forward(i, received): the stage's hidden
-    states, on the last stage the loss; received is None on the first. like: dtype and device of hidden states.
+    group: the stages in order. shapes: of the hidden states of each micro-batch. forward(i, received): the stage's
+    hidden states, on the last stage the loss; received is None on the first. like: dtype and device of hidden states.
     """
     stage, last = group.rank(), group.size() - 1
     received: list[Tensor | None] = []

@@ -1,7 +1,7 @@
 """One rank's share of a model under one layout: its stage and shard of the weights, flat buffers, and the optimizer.
 
-A trainer has one that trains and, while it moves to another layout, the next one, which has memory only from the time on
-when state is to come in.
+A trainer has one that trains and, while it moves to another layout, the next one, which has memory only from the time
+on when state is to come in.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """The training state of one rank as logical pieces: what Megatron keeps, by (kind, tensor, box).
 
     param                 a box of a local parameter
-    master                the fp32 copy that the optimizer steps on: a flat interval of the local parameter (ZeRO-1). With
-                          fp32 parameters it is a part of the parameter itself, not a copy
-    exp_avg, exp_avg_sq   Adam's moments, the same interval. Before the first step Adam has none; they are made, as zeros
+    master                the fp32 copy that the optimizer steps on: a flat interval of the local parameter (ZeRO-1).
+                          With fp32 parameters it is a part of the parameter itself, not a copy
+    exp_avg, exp_avg_sq   Adam's moments, the same interval. Before the first step Adam has none: they are made, zeros
 
-Every piece is a strided view of the live storage; nothing is gathered or reordered. Beside the tensors move the scalars:
+Every piece is a strided view of the live storage; nothing is gathered or reordered. Beside the tensors move the
+scalars:
 
-    steps     of Adam, of "dense" parameters and of "expert" ones, which may have an optimizer of their own. torch's Adam
-              counts in a tensor per parameter, up in place, so every parameter gets one of its own: a shared one would be
-              counted up once per parameter
+    steps     of Adam, of "dense" parameters and of "expert" ones, which may have an optimizer of their own. torch's
+              Adam counts in a tensor per parameter, up in place, so every parameter gets one of its own: a shared one
+              would be counted up once per parameter
     lr        of every parameter group
 
 There is no loss scale (bfloat16 and float32 need none). Random numbers: training draws none (no dropout; weights come
@@ -68,6 +69,7 @@ class State:
             if not in_place:
                 out[at : at + size].copy_(value.flatten().view(torch.uint8))
             at += size
+        _check_size(out, at)
 
     @torch.no_grad()
     def unpack_tensor(self, fragments: Sequence[Fragment], data: Tensor) -> None:
@@ -82,6 +84,7 @@ class State:
             for inner, view in views:
                 view.copy_(value[_within(inner, box)])
             at += size
+        _check_size(data, at)
 
     @torch.no_grad()
     def put(self, kind: str, tensor: int, box: Box, value: Tensor) -> None:
@@ -148,7 +151,7 @@ class Bound:
         return ("param", "master", *MOMENTS) if self.shard.owner else ("param",)
 
     def covering(self, kind: str, tensor: int, box: Box) -> list[tuple[Box, Tensor]]:
-        """[(part of the box, live view of it)]; [] unless all of the box is here. Never written to unless it arrives."""
+        """[(part of the box, live view of it)]; [] unless all of the box is here."""
         found = list(self._views(kind, tensor, box))
         return found if sum(volume(inner) for inner, _ in found) == volume(box) else []
 
@@ -175,7 +178,7 @@ class Bound:
         return {key: value % 2**64 for key, value in total.items()}
 
     def pieces(self, kind: str) -> Iterator[tuple[int, Box, Tensor, tuple[bool, int]]]:
-        """(tensor, box, live view, (whether this rank is the first that has it, how many have it)) of all that is here."""
+        """(tensor, box, live view, (whether this rank is the first that has it, how many have it)) of all there is."""
         for tensor, parts in self._parts.items():
             for part, placement in parts:
                 for box, view in self._part_views(kind, placement.parameter, part, part.box):
@@ -192,7 +195,10 @@ class Bound:
     # ---- scalars
 
     def scalars(self) -> dict[str, Any]:
-        """{steps: {"dense": count, "expert": count}, lr: of the parameter groups}. Raises ValueError where parameters disagree."""
+        """{steps: {"dense": count, "expert": count}, lr: of the parameter groups}.
+
+        Raises ValueError where parameters disagree.
+        """
         steps: dict[str, int] = {}
         for name, (_, _, main, adam, which) in self._owned.items():
             count = _step_of(adam, main)
@@ -232,7 +238,8 @@ class Bound:
 
     def _copies(self, kind: str, part: Part, placement: Placement) -> tuple[bool, int]:
         """(whether this rank is the first one that has this part, how many have it)."""
-        layout, at, tensor = self.shard.layout, self.shard.layout.coordinates(self.shard.rank), self.spec.tensors[part.tensor]
+        layout, tensor = self.shard.layout, self.spec.tensors[part.tensor]
+        at = layout.coordinates(self.shard.rank)
         first, copies = True, 1
         if kind == "param" or not layout.zero1:
             first, copies = (at.edp == 0, layout.expert_dp) if placement.expert else (at.dp == 0, layout.dp)
@@ -275,7 +282,7 @@ class Bound:
 def _inside(
     top: int, bottom: int, left: int, right: int, columns: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Rectangles (top, bottom, left, right) of the cells of one that are in the flat interval start..stop-1 of a matrix.
+    """Rectangles (top, bottom, left, right) of the cells of one that are in flat interval start..stop-1 of a matrix.
 
     >>> list(_inside(0, 4, 1, 3, columns=4, start=6, stop=14))  # from (1, 2) to (3, 1)
     [(1, 2, 2, 3), (2, 3, 1, 3), (3, 4, 1, 2)]
@@ -315,6 +322,11 @@ def _local(part: Part, box: Box) -> tuple[slice, ...]:
 
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(inner, outer))
+
+
+def _check_size(data: Tensor, used: int) -> None:
+    if used != len(data):
+        raise ValueError(f"a message of {len(data)} bytes has {used} bytes of state: its plan is of another dtype")
 
 
 def _typed(data: Tensor, dtype: torch.dtype, box: Box) -> tuple[Tensor, bool]:

@@ -4,8 +4,8 @@ A worker has a fixed rank among all workers that may ever train. Process groups 
 members alone, and kept: a later layout that wants the same ranks together gets the group that is there. So layouts come
 and go, on more ranks or fewer, and no process leaves its world for that.
 
-torch needs a default group, to name ranks by. Here it has a rank and no connections: a collective that was given no group
-fails at once.
+torch needs a default group, to name ranks by. Here it has a rank and no connections: a collective that was given no
+group fails at once.
 """
 
 from __future__ import annotations
@@ -85,9 +85,13 @@ class World:
             self._kept[key] = self.new_group(key, self.store, self.name)
         return self._kept[key]
 
-    def draft(self, name: str) -> Draft:
-        """Groups of a layout that may never come to be. All its ranks must give the same name, a new one each time."""
-        return Draft(self, f"{self.name}/{name}")
+    def draft(self, name: str, store: dist.Store | None = None) -> Draft:
+        """Groups of a layout that may never come to be. All its ranks must give the same name, a new one each time.
+
+        store: one that all of them reach, where their worlds have different ones.
+        """
+        # A client of the store serves one call at a time, and here one may wait long for a rank that never comes.
+        return Draft(self, name, store or self.store.clone())
 
     def forget(self, ranks: Sequence[int]) -> None:
         """End every group in which one of these ranks is: that process is gone."""
@@ -119,10 +123,8 @@ class World:
 class Draft:
     """Groups that a world has, and new ones that it will have once they are kept. May be filled by a thread."""
 
-    def __init__(self, world: World, name: str):
-        self.rank, self._world, self._name = world.rank, world, name
-        # A client of the store serves one call at a time, and here one may wait long for a rank that never comes.
-        self._store = world.store.clone()
+    def __init__(self, world: World, name: str, store: dist.Store):
+        self.rank, self._world, self._name, self._store = world.rank, world, name, store
         self._new: dict[GroupKey, dist.ProcessGroup] = {}
         self._dropped = False
 
@@ -131,6 +133,9 @@ class Draft:
         key = self._world.key(ranks)
         kept = self._world._kept.get(key) or self._new.get(key)
         if kept is None:
+            if not self._new and self._store.add(f"{self._name}/rank {self.rank}", 1) > 1:
+                # Members would find what others left in the store the last time, and wait for them.
+                raise ValueError(f"{self._name} has been used before; every attempt needs a name of its own")
             kept = self._world.new_group(key, self._store, self._name)
             if self._dropped:
                 dist.destroy_process_group(kept)
@@ -144,7 +149,7 @@ class Draft:
         self._new = {}
 
     def drop(self) -> None:
-        """End the new ones. Others may have got further or less far; nobody will look for them under this name again."""
+        """End the new ones. Others may have got further or less far: nobody looks for them under this name again."""
         self._dropped = True
         for group in self._new.values():
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Training on one device: gradients of micro-batches, and for owners the optimizer step; and from one layout to the next.
+"""Training on one device: gradients of micro-batches, for owners the optimizer step; and from one layout to the next.
 
 Owners and borrowed workers hold the same model and the same flat gradient buffers. An owner has the optimizer state as
 well; a borrowed worker's sums are added into an owner's buffers before the step (see reduction.py) and it keeps
@@ -20,6 +20,7 @@ To another layout, while the old one stays whole until the end::
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import threading
@@ -42,8 +43,9 @@ from dynarl.roles.training.model import DTYPES, hidden_states, picked_logits
 from dynarl.roles.training.pipeline import gather_bytes, run_forward_backward
 from dynarl.roles.training.shard import Shard
 from dynarl.roles.training.state import Bound, State
-from dynarl.roles.training.torch_world import World
+from dynarl.roles.training.torch_world import Draft, World
 from dynarl.transport.torch_p2p import execute
+from dynarl.vps.layout import Layout
 from dynarl.vps.plan import plan_for_rank
 from dynarl.vps.train_layout import TrainLayout
 
@@ -106,17 +108,21 @@ class Trainer:
 
     # ---- to another layout
 
-    def connect(self, name: str, source: TrainLayout, layout: TrainLayout) -> None:
+    def connect(self, name: str, source: TrainLayout, layout: TrainLayout, store: dist.Store | None = None) -> None:
         """Begin to build the groups of `layout`, and one over all ranks of both layouts, in the background.
 
-        All ranks of both must be told. name: of this attempt, the same on all ranks and never used before.
+        All ranks of both must be told. name: of this attempt, the same on all ranks and never used before. store: one
+        that all of them reach, if it is not that of their world.
         """
         self.discard()
-        self._connecting = _Connecting(self.world, name, source, layout.checked(self.arch.spec))
+        draft = self.world.draft(name, store)
+        self._connecting = _Connecting(draft, source, layout.checked(self.arch.spec))
 
     def prepare(self, limit_s: float | None = None) -> int:
-        """Once the groups are there, build the next shard; returns the bytes that `allocate` will take, 0 on a rank that
-        is not in the layout. Raises what went wrong in the background, TimeoutError if it still goes on."""
+        """Once the groups are there, build the next shard. Returns the bytes that `allocate` will take.
+
+        Raises RuntimeError for what went wrong in the background, TimeoutError if it still goes on.
+        """
         if self._connecting is None:
             raise RuntimeError("connect has not been called")
         groups = self._connecting.wait(limit_s)
@@ -124,11 +130,12 @@ class Trainer:
             return 0
         if self.next is None:
             self.next = Shard(self.config, self.arch, groups, self.device, owner=True)
-            self._next_bytes, self._allocated = self.next.release(), False
+            moments = 2 * 4 * sum(stop - start for start, stop in self.next.intervals().values())
+            self._next_bytes, self._allocated = self.next.release() + moments, False
         return self._next_bytes
 
     def transfer(self, kinds: Sequence[str]) -> int:
-        """Move the state over torch's process groups, by the plan from the source to the next layout. Returns bytes received."""
+        """Move the state over torch's process groups, from the source to the next layout. Returns bytes received."""
         if self._connecting is None or self._connecting.both is None:
             raise RuntimeError("prepare has not been called, or this rank is in neither layout")
         source, layout = self._connecting.source, self._connecting.layout
@@ -137,7 +144,7 @@ class Trainer:
         return execute(plan, self.state(), self.world.rank, self._connecting.both, positions, self.device)
 
     def allocate(self, scalars: dict[str, Any]) -> None:
-        """Give the next shard memory, zeros all of it, and what moves beside the tensors (`scalars()` of a source rank).
+        """Give the next shard memory, zeros all of it, and what moves beside the tensors: a source rank's `scalars()`.
 
         Raises RuntimeError where there is not enough memory.
         """
@@ -149,6 +156,26 @@ class Trainer:
     def state(self) -> State:
         """The state of this rank, of the shard that trains as the source and the next one as the destination."""
         return State(self._shard, self.next)
+
+    def endpoint(self, source: Layout, destination: Layout) -> State:
+        """The state of this rank for a plan from one layout to another. Either may be that of the shard that trains,
+        that of the next one, or one in which this rank holds nothing."""
+
+        def shard_of(layout: Layout) -> Shard | None:
+            for shard in (self._shard, self.next):
+                if shard is not None and isinstance(layout, TrainLayout):
+                    mine = shard.layout
+                    if dataclasses.replace(layout, kinds=mine.kinds, shards=mine.shards) == mine:
+                        return shard
+            return None
+
+        return State(shard_of(source), shard_of(destination))
+
+    def parameters_arrived(self, kinds: Sequence[str] = ("param",)) -> None:
+        """To be called once state has come into the shard that trains: masters that did not come follow parameters."""
+        if self.optimizer is not None and "master" not in kinds:
+            # With bfloat16 weights the optimizer steps on float32 copies of them.
+            self.optimizer.reload_model_params()
 
     def scalars(self) -> dict[str, Any]:
         """What moves beside the tensors (see state.Bound.scalars)."""
@@ -166,6 +193,8 @@ class Trainer:
             raise RuntimeError("there is nothing to adopt: prepare and allocate have not both been called")
         self._connecting.draft.keep()
         self._shard, self.next, self._connecting = self.next, None, None
+        # Megatron's objects refer to each other; their memory is wanted now.
+        gc.collect()
         if self._shard is not None:
             self.begin(self.loss)
 
@@ -173,7 +202,10 @@ class Trainer:
         """Forget the next layout and its groups, except those that there were before."""
         if self._connecting is not None:
             self._connecting.draft.drop()
-        self.next = self._connecting = None
+        if self.next is not None:
+            self.next = None
+            gc.collect()
+        self._connecting = None
 
     # ---- weights
 
@@ -202,7 +234,7 @@ class Trainer:
         return [buffer.grad_data[: buffer.numel_unpadded] for buffer in self.shard.buffers]
 
     def train(self, batches: Sequence[Sequence[microbatch.Sample]]) -> list[Stats]:
-        """Add the gradients of micro-batches. Returns sums over their tokens (see rl.losses), of each or of all together.
+        """Add the gradients of micro-batches. Returns sums over the tokens (see rl.losses), of each or of all together.
 
         Where this rank works on leases, all ranks of `groups.lease` must call with the same micro-batches.
         """
@@ -336,16 +368,16 @@ class Trainer:
 
 
 class _Connecting:
-    """Groups of a transition, made by a thread: other ranks may come to them late, and this one trains in the meantime."""
+    """Groups of a transition, made by a thread: other ranks may come to them late, and this one trains meanwhile."""
 
-    def __init__(self, world: World, name: str, source: TrainLayout, layout: TrainLayout):
-        self.source, self.layout, self.draft = source, layout, world.draft(name)
+    def __init__(self, draft: Draft, source: TrainLayout, layout: TrainLayout):
+        self.source, self.layout, self.draft = source, layout, draft
         self.both: dist.ProcessGroup | None = None
         self._ranks = sorted({*source.ranks, *layout.ranks})
         self._groups: Groups | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="connect", daemon=True)
-        if world.rank in self._ranks:
+        if draft.rank in self._ranks:
             self._thread.start()
 
     def _run(self) -> None:

@@ -4,7 +4,7 @@ Life of a batch, the same for owners and borrowed workers up to the last line::
 
     begin -> train, train, ... (queued; one micro-batch between calls) -> drain -> reduce -> [owners] step, export
 
-To another layout, between two batches; nothing of the old one is touched until `adopt`, and `discard` leads back to it::
+To another layout, between two batches. The old one is not touched until `adopt`, and `discard` leads back to it::
 
     prepare_layout    on all ranks of both layouts, at any time: groups are built while training goes on
     prepared          once all have answered that: waits for the groups, builds the model without memory      (vote)
@@ -20,6 +20,7 @@ Only owners hold optimizer state. Sums are reported per lease in the event "trai
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -104,24 +105,26 @@ class TrainingWorker(TransitionSide, Worker):
 
     # ---- to another layout
 
-    def do_prepare_layout(self, name: str, source: dict[str, Any], layout: dict[str, Any]) -> None:
-        """Begin to build the groups of `layout`. name: of this attempt, never used before in this world."""
-        self.trainer.connect(name, train_layout(source), train_layout(layout))
+    def do_prepare_layout(
+        self,
+        name: str,
+        source: dict[str, Any],
+        layout: dict[str, Any],
+        store: str | None = None,
+        restarted: Sequence[int] = (),
+    ) -> None:
+        """Begin to build the groups of `layout`. name: of this attempt, never used before.
+
+        store: address of one that all ranks of both layouts reach, if it is not the one that all were built with.
+        restarted: ranks whose process is another one than at the last transition; groups that they were in are ended.
+        """
+        self.trainer.world.forget(restarted)
+        connected = torch_world.connect(store) if store else None
+        self.trainer.connect(name, train_layout(source), train_layout(layout), connected)
 
     def do_prepared(self, limit_s: float) -> dict[str, int]:
-        """Bytes that `reserve` will take, beside the moments; and how many groups are kept."""
+        """Bytes that `reserve` will take, and how many groups are kept."""
         return {"bytes": self.trainer.prepare(limit_s), "groups": self.trainer.world.num_groups}
-
-    def open_endpoint(self, request: Request, rank: int, plan: RankPlan) -> State:
-        """For transitions that agents carry out: into the next layout, or out of the present one."""
-        if request.destination["layout"] != "TrainLayout":
-            return State(self.trainer.shard, None)
-        return self.trainer.state()  # its memory was taken by `reserve`
-
-    def do_verify_transition(self, key: str) -> dict[str, Any]:
-        """As `digests`, where the trainer changes its layout; else {}: what is staged has a digest of its own."""
-        recut = self._transition(key).request.destination["layout"] == "TrainLayout"
-        return self.trainer.digests() if recut else {}
 
     def do_scalars(self) -> dict[str, Any]:
         """Step counters and learning rate of an owner, for `reserve`."""
@@ -139,12 +142,27 @@ class TrainingWorker(TransitionSide, Worker):
 
     def do_adopt(self) -> None:
         """Train in the next layout. A worker that is not in it keeps its world, and no shard."""
-        self._queue = LeaseQueue(self._train, self._trained)
         self._close_saver()
         self.trainer.adopt()
 
     def do_discard(self) -> None:
         self.trainer.discard()
+
+    # ---- transitions that the agents carry out (transport.worker_side)
+
+    def open_endpoint(self, request: Request, rank: int, plan: RankPlan) -> State:
+        """Of this rank's shards, by the layouts. To another layout: between `reserve` and `adopt` or `discard`."""
+        return self.trainer.endpoint(*request.layouts())
+
+    def endpoint_done(self, request: Request, endpoint: State, committed: bool) -> None:
+        """Parameters that came into the shard that trains count from here on; they are not undone."""
+        if committed and endpoint.target is not None and endpoint.target.shard is not self.trainer.next:
+            self.trainer.parameters_arrived(request.kinds)
+
+    def do_verify_transition(self, key: str) -> dict[str, Any]:
+        """As `digests`, where the trainer changes its layout; else {}: what is staged has a digest of its own."""
+        recut = self._transition(key).request.destination["layout"] == "TrainLayout"
+        return self.trainer.digests() if recut else {}
 
     # ---- gradients
 
@@ -239,9 +257,8 @@ class TrainingWorker(TransitionSide, Worker):
 
 
 def train_layout(fields: dict[str, Any]) -> TrainLayout:
-    """A layout from a message: lists are tuples."""
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return TrainLayout(**values)
+    """A layout from a message: what transport.planning.describe makes of it, or some of its fields."""
+    return layout_of({"layout": "TrainLayout"} | fields)
 
 
 def default_layout(config: Config, size: int) -> TrainLayout:
