@@ -34,7 +34,7 @@ from dynarl.roles.training.reduction import tree_sum
 from dynarl.roles.training.state import State
 from dynarl.roles.training.trainer import Trainer, add_stats
 from dynarl.roles.worker import Worker, main
-from dynarl.transport.planning import RankPlan, Request
+from dynarl.transport.planning import RankPlan, Request, layout_of
 from dynarl.transport.worker_side import TransitionSide
 from dynarl.vps.digest import WEIGHTS_FILE, digest_weights
 from dynarl.vps.layout import ALL_KINDS
