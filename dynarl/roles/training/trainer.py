@@ -70,6 +70,7 @@ class Trainer:
         self.arch: Arch = dataclasses.replace(arch, spec=dataclasses.replace(arch.spec, dtype=config.model.dtype))
         self.files = weights.small_files(model_dir)
         self._shard: Shard | None = None
+        self._retired = False
         self.next: Shard | None = None
         self._connecting: _Connecting | None = None
         self.loss = "grpo"
@@ -148,6 +149,7 @@ class Trainer:
 
         Raises RuntimeError where there is not enough memory.
         """
+        self.retire()
         if self.next is not None:
             self.next.allocate()
             Bound(self.next).set_scalars(scalars)
@@ -193,19 +195,27 @@ class Trainer:
             raise RuntimeError("there is nothing to adopt: prepare and allocate have not both been called")
         self._connecting.draft.keep()
         self._shard, self.next, self._connecting = self.next, None, None
-        # Megatron's objects refer to each other; their memory is wanted now.
-        gc.collect()
+        self._retired = True
         if self._shard is not None:
             self.begin(self.loss)
+
+    def retire(self) -> bool:
+        """Free what an `adopt` or a `discard` has left behind. Returns whether there was anything.
+
+        Megatron's objects refer to each other, so that only the collector finds them, and it takes its time: not in the
+        middle of a change of layout, but before the memory is wanted again.
+        """
+        retired, self._retired = self._retired, False
+        if retired:
+            gc.collect()
+        return retired
 
     def discard(self) -> None:
         """Forget the next layout and its groups, except those that there were before."""
         if self._connecting is not None:
             self._connecting.draft.drop()
-        if self.next is not None:
-            self.next = None
-            gc.collect()
-        self._connecting = None
+        self._retired |= self.next is not None
+        self.next = self._connecting = None
 
     # ---- weights
 

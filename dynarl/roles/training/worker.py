@@ -194,7 +194,11 @@ class TrainingWorker(TransitionSide, Worker):
         return self._queue.drain(*self._how)
 
     def work(self) -> bool:
-        if self._trainer is None or not self._trainer.has_shard:
+        if self._trainer is None:
+            return False
+        if self._trainer.retire():
+            return True
+        if not self._trainer.has_shard:
             return False
         return self._queue.work(*self._how)
 
