@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 # A worker that was told to stop answers within its longest sleep, unless it is in the middle of one message.
 STOP_S = 10.0
+# What the event loop may look through by itself.
+LOOP_BYTES = 8 << 20
 
 
 class StagingEnd:
@@ -54,7 +56,10 @@ class StagingEnd:
         self.destination.unpack(fragments, data)
 
     def copy_local(self, local: Any) -> None:
-        pass
+        (self.destination or self.source).copy_local(local)
+
+    def digests(self) -> dict[str, int]:
+        return (self.destination or self.source).digests()
 
 
 @dataclass
@@ -102,7 +107,7 @@ class Transitions:
     async def prepare(self, request: dict[str, Any], nodes: list[int], timeout_s: float) -> dict[str, Any]:
         """nodes: the MPI rank of each node's agent, in the order of the request's places.
 
-        Returns {key, digest, peak_bytes, bytes_received, bytes_sent, cached, seconds}; bytes are those from and to other
+        Returns {key, digest, peak_bytes, bytes_received, bytes_sent, cached, seconds}; bytes: from and to other
         nodes.
         Raises NoStagingMemory, ExchangeError, CallError.
         """
@@ -226,8 +231,8 @@ class Transitions:
         """Transition `number` (counted by the controller) of what was prepared. source, destination: paths of this
         node's staged models where it takes part with one; nodes: MPI ranks of all agents, as in `prepare`.
 
-        Returns {seconds, wire_s, pack_s, unpack_s, local_s, wait_s, digests}: those of the slowest worker, and digests if
-        `verify`.
+        Returns {seconds, wire_s, pack_s, unpack_s, local_s, wait_s, digests}: of the slowest worker, and digests
+        if `verify`.
         Raises PhaseTimeout, PeerDied, CallError; then `abort` is to follow.
         """
         known = self._known(key)
@@ -291,15 +296,19 @@ class Transitions:
         if self._stop is not None:
             raise PhaseTimeout(self._stop)
 
-    async def verify(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """{receiving worker: its digests by kind}, and under "staged" that of the staged model."""
+    async def verify(self, key: str, timeout_s: float, positional: bool = False) -> dict[str, Any]:
+        """{receiving worker: its digests by kind}, and under "staged" the digest of the staged model: the CRC-32 of its
+        data, or `positional` digests by kind, whose sum over the owners is the same (dearer: some passes over it).
+        """
         known = self._known(key)
         answers = await asyncio.gather(
             *(self._call(name, "verify_transition", timeout_s=timeout_s, key=key) for name in known.receivers)
         )
-        digests: dict[str, Any] = dict(zip(known.receivers, answers))
-        if known.staged is not None:
-            digests["staged"] = known.staged.digest()
+        digests: dict[str, Any] = dict(zip(known.receivers, answers, strict=True))
+        if (staged := known.staged) is not None:
+            compute = staged.digests if positional else staged.digest
+            small = staged.num_bytes < LOOP_BYTES
+            digests["staged"] = compute() if small else await asyncio.to_thread(compute)
         return digests
 
     async def finish(self, key: str, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dynarl.transport.messages import Fragment
 from dynarl.vps.box import Box, intersect
+from dynarl.vps.digest import digest_box
 from dynarl.vps.execute import cast
 from dynarl.vps.layout import Layout
 from dynarl.vps.spec import ModelSpec
@@ -62,6 +63,14 @@ class Arrays:
             else:
                 master = _find(self.destination, "master", tensor, box)
                 self.cast(master, target)
+
+    def digests(self) -> dict[str, int]:
+        """Of the destination."""
+        total: dict[str, int] = {}
+        for (kind, tensor), pieces in self.destination.items():
+            for box, array in pieces:
+                total[kind] = total.get(kind, 0) + digest_box(self.spec.tensors[tensor].name, kind, box, array)
+        return {kind: value % 2**64 for kind, value in total.items()}
 
     def cast(self, master: np.ndarray, target: np.ndarray) -> None:
         target[...] = cast(master.view(np.float32), target.dtype, self.spec.dtype)

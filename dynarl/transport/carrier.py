@@ -7,20 +7,12 @@ one message at a time (`advance`).
 from __future__ import annotations
 
 import time
-from typing import Any, Mapping, Protocol, Sequence
+from collections.abc import Mapping
+from typing import Any
 
+from dynarl.transport.endpoint import Endpoint
 from dynarl.transport.mailbox import FULL, TAKEN, Mailbox, Patience, is_full, mark
-from dynarl.transport.messages import Fragment, Lanes
-
-
-class Holder(Protocol):
-    """What a carrier needs of an endpoint."""
-
-    def pack(self, fragments: Sequence[Fragment], out: memoryview) -> None: ...
-
-    def unpack(self, fragments: Sequence[Fragment], data: memoryview) -> None: ...
-
-    def copy_local(self, local: Any) -> None: ...
+from dynarl.transport.messages import Lanes
 
 
 class Carrier:
@@ -32,13 +24,13 @@ class Carrier:
 
     def __init__(
         self,
-        holder: Holder,
+        endpoint: Endpoint,
         lanes: Lanes,
         mailbox: Mailbox,
         neighbours: Mapping[int, tuple[Mailbox, int, int]],
         local: Any,
     ):
-        self._holder, self._mailbox, self._neighbours, self._local = holder, mailbox, neighbours, local
+        self._endpoint, self._mailbox, self._neighbours, self._local = endpoint, mailbox, neighbours, local
         self._out, self._in = lanes.schedule.outgoing, lanes.schedule.incoming
         self._out_ring, self._in_ring = lanes.out_ring, lanes.in_ring
         self._packed = self._unpacked = self._taken = 0
@@ -56,7 +48,7 @@ class Carrier:
         moved = self._pack_next() or moved
         if not moved and not self._settled and self._packed == len(self._out) and self._unpacked == len(self._in):
             began = time.perf_counter()
-            self._holder.copy_local(self._local)
+            self._endpoint.copy_local(self._local)
             self.seconds["local_s"] += time.perf_counter() - began
             self._settled = moved = True
         return moved
@@ -71,7 +63,7 @@ class Carrier:
         if self._taken < self._out_ring.freed[number] or self._unpacked < message.after:
             return False
         began = time.perf_counter()
-        self._holder.pack(message.fragments, self._mailbox.out(self._out_ring.offset[number], message.num_bytes))
+        self._endpoint.pack(message.fragments, self._mailbox.out(self._out_ring.offset[number], message.num_bytes))
         mark(states, number, FULL)
         self._packed += 1
         self.seconds["pack_s"] += time.perf_counter() - began
@@ -91,7 +83,7 @@ class Carrier:
         if not is_full(states, theirs):
             return False
         began = time.perf_counter()
-        self._holder.unpack(message.fragments, data)
+        self._endpoint.unpack(message.fragments, data)
         mark(states, theirs, TAKEN)
         self._unpacked += 1
         self.seconds["unpack_s"] += time.perf_counter() - began

@@ -27,8 +27,8 @@ import numpy as np
 
 from dynarl.transport.mailbox import reserve
 from dynarl.transport.messages import Fragment, cut, num_bytes
-from dynarl.vps.box import Box, intersect, subtract, volume
-from dynarl.vps.digest import CHUNK_BYTES, digest_chunks, weight_files
+from dynarl.vps.box import Box, intersect, subtract, volume, whole
+from dynarl.vps.digest import CHUNK_BYTES, digest_box, digest_chunks, weight_files
 from dynarl.vps.spec import ITEMSIZE
 
 SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -118,6 +118,15 @@ class StagedModel:
         if self._data is None:
             raise ValueError("the digest of a file that is there already is dynarl.vps.digest.digest_weights")
         return digest_chunks(self._data[at : at + CHUNK_BYTES] for at in range(0, len(self._data), CHUNK_BYTES))
+
+    def digests(self) -> dict[str, int]:
+        """The positional digest of all parameters, to be compared with the sum over the ranks that sent them."""
+        each = zip(self._spec.tensors, self.arrays, strict=True)
+        return {"param": sum(digest_box(t.name, "param", whole(t.shape), array) for t, array in each) % 2**64}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
 
     def complete(self) -> None:
         """Give the file its name."""

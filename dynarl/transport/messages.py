@@ -11,14 +11,7 @@ from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 from dynarl.transport.mailbox import Ring
 from dynarl.vps.box import Box, volume
-
-
-class Fragment(NamedTuple):
-    """A box of a logical tensor: kind of state, number of the tensor in the model, half-open interval per axis."""
-
-    kind: str
-    tensor: int
-    box: Box
+from dynarl.vps.plan import Fragment
 
 
 class Message(NamedTuple):

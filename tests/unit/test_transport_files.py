@@ -13,7 +13,7 @@ from numpy_ends import DTYPES, Arrays, coded
 from dynarl.transport.files import CheckpointReader, CheckpointWriter, FileError, StagedModel, fill, owned_once
 from dynarl.transport.messages import Fragment, num_bytes
 from dynarl.vps.box import volume, whole
-from dynarl.vps.digest import digest_weights
+from dynarl.vps.digest import digest_box, digest_weights
 from dynarl.vps.layout import ALL_KINDS, EngineLayout
 from dynarl.vps.spec import ModelSpec
 from dynarl.vps.train_layout import TrainLayout
@@ -61,6 +61,14 @@ def test_a_staged_model_appears_complete_or_not_at_all(tmp_path):
     model = staged(path)
     assert not path.exists() and len(list(tmp_path.iterdir())) == 1
     digest = model.digest()
+    assert (
+        model.digests()["param"]
+        == sum(
+            digest_box(SPEC.tensors[t].name, "param", box, coded(SPEC, kind, t, box))
+            for kind, t, box in everything("param")
+        )
+        % 2**64
+    )
     model.complete()
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     assert digest == digest_weights(tmp_path)
