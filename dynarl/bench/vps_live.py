@@ -11,7 +11,8 @@ packing needs. `link_rate` (such as "4gbit") makes it a wire: the ranks run in a
 is limited. That needs root.
 
 Every figure is a median over rounds in which the candidates take turns, all in one run; what counts is their ratio. Run
-`python -m dynarl.bench.vps_live NAME` for one part; `run(NAME)` returns its figures.
+`python -m dynarl.bench.vps_live NAME` for one part; `run(NAME)` returns its figures. The environment may say
+DYNARL_BENCH_ROUNDS, and in DYNARL_BENCH_TUNING, as JSON, fields of the Request such as {"piece_bytes": 1048576}.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from dynarl.transport.planning import Request, describe, plan_rank
 from dynarl.vps.train_layout import TrainLayout
 
 RANKS = 4
-ROUNDS = int(os.environ.get("ROUNDS", "7"))
+ROUNDS = int(os.environ.get("DYNARL_BENCH_ROUNDS", "7"))
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 # 40 million parameters; 560 MB with optimizer state.
 MODEL = dict(
     model_type="llama", num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=4,
     intermediate_size=1536, vocab_size=16384, tie_word_embeddings=True, torch_dtype="bfloat16",
 )  # fmt: skip
-TUNING = json.loads(os.environ.get("TUNING", "{}"))
+TUNING = json.loads(os.environ.get("DYNARL_BENCH_TUNING", "{}"))
 # Every rank sends and receives.
 SOURCE, DESTINATION = TrainLayout(tp=2, dp=2), TrainLayout(tp=1, pp=2, dp=2)
 
