@@ -47,6 +47,10 @@ class StateMoves:
             key, number, nodes, limit_s, destination=self._staged(version), verify=True
         )
 
+    async def on_verify_transition(self, peer: str, key: str, limit_s: float) -> dict[str, int] | None:
+        """Positional digests of what was staged here, None where nothing was."""
+        return (await self.transitions.verify(key, limit_s, positional=True)).get("staged")
+
     async def on_finish_transition(
         self,
         peer: str,

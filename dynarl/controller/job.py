@@ -28,7 +28,7 @@ from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.replicas import inside_nodes
 from dynarl.controller.training import Trainer
-from dynarl.controller.transitions import Transitions, compare_state
+from dynarl.controller.transitions import Moved, Transitions, compare_state
 from dynarl.controller.warm_start import WarmStart
 from dynarl.controller.workers import JobFailed, Workers
 from dynarl.dataflow.ledger import Group
@@ -77,6 +77,7 @@ class Job:
         self.offers = self.may  # roles that a node may be given; without training where no replica fits
         self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
         self._planning: asyncio.Future | None = None  # its plan
+        self._checked: TrainLayout | None = None  # the layout whose staged weights were compared with the trainer's
         self._refused: Counter[TrainLayout] = Counter()  # how often a layout was cancelled
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
         self._resume_from, self._first_epoch = resume_from, first_epoch
@@ -111,7 +112,7 @@ class Job:
         self.trainer = Trainer(
             self.config, self.fleet, self.home, self.may, degrees.at(self.config.training, self.progress.iteration)
         )
-        self._prepared = None
+        self._prepared = self._checked = None
         self._offer()
         await self.trainer.build(version)
         if checkpoint:
@@ -372,6 +373,8 @@ class Job:
         if len(set(found.values())) != 1:
             await self.transitions.abort(moved.key, "staged weights differ")
             raise JobFailed(f"weights of version {version} differ after they were staged: {found}")
+        if self._checked != self.trainer.layout:
+            await self._check_staged(moved)
         await self.transitions.finish(
             moved, version=version, source=str(self._small_files()), keep=[version, *keep]
         )
@@ -379,6 +382,15 @@ class Job:
         await asyncio.gather(
             *(self.fleet.call(n, "loaded", role="training", version=version) for n in self.trainer.owner_nodes)
         )
+
+    async def _check_staged(self, moved: Moved) -> None:
+        """Once for each layout: that what was staged is, tensor by tensor and place by place, what the trainer has. The
+        digest of every later version says only that all nodes have the same."""
+        wanted, found = await self.trainer.parameter_digest(), await self.transitions.staged_digests(moved)
+        if wrong := [node for node, digests in found.items() if digests["param"] != wanted]:
+            await self.transitions.abort(moved.key, "staged weights are not the trainer's")
+            raise JobFailed(f"what was staged on {', '.join(wrong)} is not what the trainer has")
+        self._checked = self.trainer.layout
 
     def _transition(self, destination: Layout, kinds: list[str]) -> Request:
         """From the trainer's layout to another one."""

@@ -189,6 +189,11 @@ class Trainer:
         """Forget the next layout; the one that trains goes on."""
         await asyncio.gather(*(self._on(place, "discard") for place in self.owners), return_exceptions=True)
 
+    async def parameter_digest(self) -> int:
+        """Positional digest of the parameters as the owners hold them."""
+        each = await self._on_owners("digests")
+        return sum(sides["source"]["param"] for sides in each) % 2**64
+
     async def reserve(self) -> None:
         """Take the memory of the new state; step counters and learning rate go with it."""
         await self._on_owners("reserve", scalars=_same(await self._on_owners("scalars")))

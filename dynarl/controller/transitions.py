@@ -101,6 +101,11 @@ class Transitions:
             raise CallError(f"nodes made different plans of a transition: {digests}")
         return plans
 
+    async def staged_digests(self, moved: Moved) -> dict[str, dict[str, int]]:
+        """Positional digests of what was staged, by node."""
+        answers = await self._ask("verify", PLAN_TIMEOUT_S, key=moved.key)
+        return {node: answer for node, answer in answers.items() if answer is not None}
+
     async def finish(self, moved: Moved, **staging: Any) -> None:
         """What arrived counts from here on."""
         await self._ask("finish", PLAN_TIMEOUT_S, key=moved.key, **staging)
