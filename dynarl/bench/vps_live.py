@@ -151,12 +151,11 @@ def wire(work: Path) -> None:
     total = world.allreduce(exchange.bytes_received)
     if rank == 0:
         seconds = {name: statistics.median(r["seconds"] for r in listed) for name, listed in results.items()}
-        best = min(seconds["raw"], seconds["raw, all at once"])
         figures = {
             "bytes": total,
             "seconds": seconds,
             "bytes_per_s": {name: total / s for name, s in seconds.items()},
-            "ratio": best / seconds["ours"],
+            "ratio_to": {name: s / seconds["ours"] for name, s in seconds.items() if name != "ours"},
             "phases_of_rank_0": {
                 name: statistics.median(r[name] for r in results["ours"])
                 for name in ("pack_s", "unpack_s", "local_s", "wait_s", "wire_s", "waited_s")
