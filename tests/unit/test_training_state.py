@@ -13,7 +13,7 @@ from tiny_model import write_model  # noqa: E402
 
 from dynarl import wire  # noqa: E402
 from dynarl.config.schema import Config, Model  # noqa: E402
-from dynarl.roles.training.state import Bound, State, _inside, digest_view  # noqa: E402
+from dynarl.roles.training.state import Bound, State, _inside, digest_on_device, digest_view  # noqa: E402
 from dynarl.roles.training.torch_world import World, leave_world  # noqa: E402
 from dynarl.roles.training.trainer import Trainer  # noqa: E402
 from dynarl.vps.digest import digest_box  # noqa: E402
@@ -159,6 +159,9 @@ def test_a_digest_is_the_same_whatever_the_cuts_and_wherever_it_is_computed(dtyp
     bits = values.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).numpy()
     box = ((0, 23), (0, 17))
     assert digest_box("w", "master", box, bits) == whole != digest_box("v", "master", box, bits)
+    assert digest_on_device("w", "master", box, torch.from_numpy(bits)) == whole
+    row = digest_view("w", "master", ((4, 21),), values[4:21, 0])
+    assert digest_on_device("w", "master", ((4, 21),), torch.from_numpy(bits[4:21, 0])) == row
 
 
 def test_the_cells_of_a_box_in_an_interval_are_found_by_rectangles():

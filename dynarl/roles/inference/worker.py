@@ -14,13 +14,12 @@ import torch
 from dynarl.config.schema import Config
 from dynarl.roles.training import microbatch, torch_world, weights
 from dynarl.roles.training.arch import read_arch
-from dynarl.roles.training.groups import Groups, build_groups
+from dynarl.roles.training.groups import Groups, build_groups, replica_layout
 from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.logprobs import token_logprobs
 from dynarl.roles.training.model import build_model, hidden_states, picked_logits, vocab_of
 from dynarl.roles.worker import Worker, main
 from dynarl.vps.digest import digest_weights
-from dynarl.vps.train_layout import TrainLayout
 
 
 class Scorer:
@@ -82,8 +81,8 @@ class InferenceWorker(Worker):
         self._policy = self._reference = None
         entered = torch_world.World(torch_world.connect(store), world, rank, device)
         # The scorer's own cut, whatever the trainer's is: tensor-parallel replicas, which need nothing of each other.
-        layout = TrainLayout(tp=settings.training.tp, dp=size // settings.training.tp, vocab_divisible_by=1)
-        self._policy = Scorer(settings, model_dir, build_groups(layout, entered), rank, device)
+        groups = build_groups(replica_layout(settings, size), entered)
+        self._policy = Scorer(settings, model_dir, groups, rank, device)
         return {"digest": digest_weights(model_dir)}
 
     def do_load(self, model_dir: str, version: int) -> dict[str, str]:

@@ -16,6 +16,7 @@ from itertools import product
 
 import torch.distributed as dist
 
+from dynarl.config.schema import Config
 from dynarl.roles.training.megatron import ProcessGroupCollection
 from dynarl.roles.training.torch_world import Draft, World
 from dynarl.vps.train_layout import TrainLayout
@@ -134,3 +135,12 @@ def rank_lists(layout: TrainLayout) -> dict[str, list[tuple[int, ...]]]:
 def replicas_per_lease(layout: TrainLayout) -> int:
     """How many neighbouring replicas exchange tokens for their experts, and so work on one lease together."""
     return math.lcm(layout.tp, layout.etp * layout.ep) // layout.tp
+
+
+def replica_layout(config: Config, size: int) -> TrainLayout:
+    """Replicas of tensor-parallel ranks, as many as ranks 0..size-1 make. Raises ValueError if they do not divide."""
+    tp = config.training.tp
+    if size % tp:
+        raise ValueError(f"{size} ranks do not divide into replicas of tensor-parallel size {tp}")
+    # Matrix units of a GPU want vocabularies of a round size; a CPU does not.
+    return TrainLayout(tp=tp, dp=size // tp, vocab_divisible_by=128 if config.cluster.device == "cuda" else 1)

@@ -30,7 +30,7 @@ from torch import Tensor
 from dynarl.roles.training.shard import Shard
 from dynarl.transport.endpoint import Fragment
 from dynarl.vps.box import Box, intersect, volume
-from dynarl.vps.digest import axis_weights
+from dynarl.vps.digest import axis_weights, digest_box
 from dynarl.vps.spec import EMBEDDING
 from dynarl.vps.train_layout import Part, Placement
 
@@ -299,18 +299,25 @@ def _inside(
 
 def digest_view(name: str, kind: str, box: Box, view: Tensor) -> int:
     """As vps.digest.digest_box, of a tensor on any device."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
+    if view.device.type == "cpu":
+        return digest_box(name, kind, box, view.view(integer).numpy())
+    return digest_on_device(name, kind, box, view.view(integer))
+
+
+def digest_on_device(name: str, kind: str, box: Box, view: Tensor) -> int:
+    """As digest_view, in torch's arithmetic. view: integers of the size of the elements."""
     # torch multiplies int64 mod 2**64, which is the same for signed and unsigned numbers.
     rows, *columns = (
         torch.from_numpy(axis_weights(name, kind, axis, lo, hi).view(np.int64)).to(view.device)
         for axis, (lo, hi) in enumerate(box)
     )
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
     mask, total = (1 << 8 * view.element_size()) - 1, 0
     height = max(1, DIGEST_ELEMENTS // max(1, view[0].numel())) if len(view) else 1
     for at in range(0, len(view), height):
-        bits = (view[at : at + height].contiguous().view(integer).long() & mask) + 1
+        bits = view[at : at + height].long().bitwise_and_(mask).add_(1)
         if columns:
-            bits = (bits * columns[0]).sum(1)
+            bits = bits.mul_(columns[0]).sum(1)
         total += int((bits * rows[at : at + height]).sum())
     return total % 2**64
 

@@ -29,6 +29,7 @@ import torch
 from dynarl.config.schema import Config
 from dynarl.roles.training import checkpoint, megatron_cpu, torch_world
 from dynarl.roles.training.create import create_model
+from dynarl.roles.training.groups import replica_layout
 from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.reduction import tree_sum
 from dynarl.roles.training.state import State
@@ -86,7 +87,7 @@ class TrainingWorker(TransitionSide, Worker):
         layout: fields of a TrainLayout; without one, ranks 0..size-1 with the tensor-parallel size of the config.
         """
         settings, entered = self._enter(config, store, world, rank)
-        cut = train_layout(layout) if layout else default_layout(settings, size)
+        cut = train_layout(layout) if layout else replica_layout(settings, size)
         self._trainer = Trainer(settings, model_dir, entered, cut, owner)
         return {"digest": digest_weights(model_dir), "parameters": sum(p.numel() for p in self.trainer.params.values())}
 
@@ -263,19 +264,6 @@ class TrainingWorker(TransitionSide, Worker):
 def train_layout(fields: dict[str, Any]) -> TrainLayout:
     """A layout from a message: what transport.planning.describe makes of it, or some of its fields."""
     return layout_of({"layout": "TrainLayout"} | fields)
-
-
-def default_layout(config: Config, size: int) -> TrainLayout:
-    """Replicas of tensor-parallel ranks, as many as `size` ranks make."""
-    tp = config.training.tp
-    if size % tp:
-        raise ValueError(f"{size} training ranks do not divide into replicas of tensor-parallel size {tp}")
-    return TrainLayout(tp=tp, dp=size // tp, vocab_divisible_by=vocab_multiple(config))
-
-
-def vocab_multiple(config: Config) -> int:
-    """What the vocabulary of a tensor-parallel rank is padded to: matrix units of a GPU want it, a CPU does not."""
-    return 128 if config.cluster.device == "cuda" else 1
 
 
 if __name__ == "__main__":
