@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from dynarl.transport.files import CheckpointReader, CheckpointWriter, StagedModel, owned_once
+from dynarl.transport.files import CheckpointReader, CheckpointWriter, StagedModel, fill, owned_once
 from dynarl.transport.messages import Fragment
 from dynarl.vps.layout import CheckpointLayout
 from dynarl.vps.spec import ModelSpec
 
 SMALL_FILE_BYTES = 64 << 20
+BUFFER_BYTES = 8 << 20
 OPTIMIZER_KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -45,6 +46,7 @@ def export_model(checkpoint: Path, target: Path, progress: Callable[[int], None]
         raise HFError(f"{target} holds a model already; it is not overwritten")
     spec = read_spec(checkpoint / "model")
     reader = CheckpointReader(checkpoint / "state", spec)
+    sizes = {kind.name: spec.itemsize(kind.name) for kind in spec.kinds}
     target.mkdir(parents=True, exist_ok=True)
     copy_small_files(checkpoint / "model", target)
     model = StagedModel.create(target / "model.safetensors", spec)
@@ -53,7 +55,7 @@ def export_model(checkpoint: Path, target: Path, progress: Callable[[int], None]
             kind = "param" if tensor.buffer else "master"
             whole = Fragment(kind, number, tuple((0, n) for n in tensor.shape))
             end = model if tensor.buffer else _Cast(model, spec.dtype)
-            progress(reader.fill(end, [whole]))
+            progress(fill(reader, end, [whole], sizes, BUFFER_BYTES))
         model.complete()
     except BaseException:
         model.discard()

@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,14 @@ BIN = ROOT / "bin" / "dynarl"
 ENVIRONMENT = {**os.environ, "DYNARL_PYTHON": sys.executable}
 
 
-def test_help_comes_within_300_ms():
+def test_help_takes_less_than_300_ms():
     command = [sys.executable, "-m", "dynarl.cli.main", "--help"]
     times = []
-    for _ in range(5):  # the best of five: other tests may be busy beside this one
-        began = time.perf_counter()
+    for _ in range(5):  # the best of five, of CPU time: other programs may be busy beside this one
+        before = os.times()
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        times.append(time.perf_counter() - began)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(times) < 0.3, times
 
 

@@ -32,7 +32,8 @@ def test_json_has_a_schema_number_and_no_bare_nan():
 def test_the_environment_chooses_the_format_and_the_option_wins():
     assert invoke(DYNARL_OUTPUT="json").stdout.startswith("{")
     assert "name" in invoke("-o", "table", DYNARL_OUTPUT="json").stdout
-    assert "name" in invoke(DYNARL_OUTPUT="unheard-of").stdout
+    refused = invoke(DYNARL_OUTPUT="unheard-of")
+    assert refused.exit_code == 2 and "DYNARL_OUTPUT='unheard-of' is not one of table, json" in refused.stderr
 
 
 def test_an_error_is_one_line_on_stderr_and_its_exit_code():

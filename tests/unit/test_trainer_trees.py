@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from dynarl.config.degrees import Degrees
 from dynarl.config.schema import Cluster, Config, Training
 from dynarl.controller.training import Trainer
 
@@ -11,7 +12,7 @@ from dynarl.controller.training import Trainer
 def trainer(owners: int, borrowed: int, devices: int, tp: int) -> Trainer:
     home = {f"b{i}": "rollout" for i in range(borrowed)} | {f"o{i}": "training" for i in range(owners)}
     config = Config(cluster=Cluster(devices_per_node=devices), training=Training(tp=tp))
-    made = Trainer(config, None, home, {node: frozenset({"rollout", "training"}) for node in home})
+    made = Trainer(config, None, home, {node: frozenset({"rollout", "training"}) for node in home}, Degrees(tp))
     made._joined = made.everyone
     return made
 

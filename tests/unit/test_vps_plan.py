@@ -4,6 +4,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -443,14 +444,19 @@ def test_a_registered_kind_follows_the_kind_it_is_cut_like():
     ],
 )
 def test_the_largest_published_models_are_planned_in_seconds(model, src, dst):
-    plan = plan_transition(preset(model), src, dst, kinds=OPTIMIZER)
-    assert plan.seconds_to_plan < 5 and plan.bytes_received == plan.lower_bound
-    assert min(measured(plan) for _ in range(3)) < 0.2
+    """In processor time, since other tests may be busy beside this one; `dynarl bench vps` measures real time."""
 
+    spec = preset(model)
 
-def measured(plan):
-    plan.__dict__.pop("seconds_to_plan_one_rank", None)
-    return plan.seconds_to_plan_one_rank
+    def seconds(function, to, *arguments):
+        began = time.process_time()
+        plan = function(spec, src, to, *arguments, kinds=OPTIMIZER)
+        return time.process_time() - began, plan
+
+    whole, plan = seconds(plan_transition, dst)
+    assert whole < 5 and plan.bytes_received == plan.lower_bound
+    busiest = max(plan.ranks, key=lambda rank: plan.bytes_received[rank] + plan.bytes_sent[rank])
+    assert min(seconds(plan_for_rank, plan.dst, busiest)[0] for _ in range(3)) < 0.2
 
 
 def test_pieces_of_several_sources_together():

@@ -20,12 +20,13 @@ import torch
 
 from dynarl.roles.training.shard import Shard
 from dynarl.roles.training.state import Bound, State
-from dynarl.transport.files import CheckpointReader, CheckpointWriter, owned_once
+from dynarl.transport.files import CheckpointReader, CheckpointWriter, fill, owned_once
 from dynarl.transport.messages import Fragment
 from dynarl.vps.layout import Layout
 from dynarl.vps.spec import ModelSpec
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+BUFFER_BYTES = 8 << 20
 
 
 class CheckpointError(RuntimeError):
@@ -64,13 +65,13 @@ def restore(shard: Shard, directory: str) -> None:
     reader = CheckpointReader(Path(directory) / "state", spec)
     scalars = merged(reader.scalars)
     state = State(None, shard)
+    sizes = {kind.name: spec.itemsize(kind.name) for kind in spec.kinds}
     for kind in KINDS:
-        reader.fill(state, _pieces(spec, shard.layout, shard.rank, kind))
+        fill(reader, state, _pieces(spec, shard.layout, shard.rank, kind), sizes, BUFFER_BYTES)
     parameters = list(_pieces(spec, shard.layout, shard.rank, "param"))
-    reader.fill(state, [f for f in parameters if spec.tensors[f.tensor].buffer])
-    reader.fill(
-        _FromMaster(state), [f._replace(kind="master") for f in parameters if not spec.tensors[f.tensor].buffer]
-    )
+    fill(reader, state, [f for f in parameters if spec.tensors[f.tensor].buffer], sizes, BUFFER_BYTES)
+    masters = [f._replace(kind="master") for f in parameters if not spec.tensors[f.tensor].buffer]
+    fill(reader, _FromMaster(state), masters, sizes, BUFFER_BYTES)
     Bound(shard).set_scalars(scalars)
 
 
