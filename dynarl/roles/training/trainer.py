@@ -165,7 +165,9 @@ class Trainer:
         if self._connecting is None or (self.next is not None and not self._allocated):
             raise RuntimeError("there is nothing to adopt: prepare and allocate have not both been called")
         self._connecting.draft.keep()
-        self._shard, self.next, self._connecting = self.next, None, None
+        old, self._shard, self.next, self._connecting = self._shard, self.next, None, None
+        if old is not None:
+            old.free()
         if self._shard is not None:
             self.begin(self.loss)
 
@@ -173,7 +175,16 @@ class Trainer:
         """Forget the next layout and its groups, except those that there were before."""
         if self._connecting is not None:
             self._connecting.draft.drop()
+        if self.next is not None:
+            self.next.free()
         self.next = self._connecting = None
+
+    def close(self) -> None:
+        """Give all memory back; nothing can be done with this trainer afterwards."""
+        self.discard()
+        if self._shard is not None:
+            self._shard.free()
+        self._shard = None
 
     # ---- weights
 

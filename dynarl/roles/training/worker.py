@@ -98,8 +98,10 @@ class TrainingWorker(TransitionSide, Worker):
         settings = msgspec.convert(config, Config)
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
-        self._trainer = None
         self._close_saver()
+        if self._trainer is not None:
+            self._trainer.close()
+        self._trainer = None
         return settings, torch_world.World(torch_world.connect(store), world, rank, device)
 
     # ---- to another layout
