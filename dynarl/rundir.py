@@ -226,6 +226,12 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((p for p in found if (p / COMPLETE).exists()), key=checkpoint_iteration)
 
 
+def small_files(model: str | Path) -> Path:
+    """Where config.json and the tokenizer of `model.path` are: a Hugging Face directory, or a checkpoint of ours."""
+    path = Path(model).expanduser()
+    return path / "model" if (path / "state").is_dir() else path
+
+
 def newest_checkpoint(run: Path) -> Path | None:
     return next(reversed(checkpoints(run)), None)
 

@@ -198,10 +198,10 @@ class Fleet:
         return {"source": source, "target": target, "bytes": received}
 
     def step(
-        self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3
+        self, index: int, leases: list[tuple[int, list[dict]]], model_dir: str, lr: float = 1e-3, loss: str = "grpo"
     ) -> dict[str, float]:
         """leases: (replica, samples). Returns summed statistics and gradient norm; new weights go to `model_dir`."""
-        together(self.active, "begin", step=index, loss="grpo")
+        together(self.active, "begin", step=index, loss=loss)
         for lease, (replica, samples) in enumerate(leases):
             together(self.replicas[replica], "train", lease=lease, samples=samples)
         together(self.active, "drain")

@@ -39,15 +39,16 @@ class Handle:
         self.harness.router.send_multipart([self.name.encode(), wire.encode(wire.Call(self._last_id, method, args))])
         return self._last_id
 
-    def reply(self, call_id: int, timeout_s: float = 60.0):
+    def reply(self, call_id: int, timeout_s: float | None = None):
         """The value of the answer. Raises wire.CallError with the worker's message when the call failed."""
+        timeout_s = timeout_s or self.harness.timeout_s
         self._until(lambda: call_id in self.replies, timeout_s, f"answer to call {call_id}")
         reply = self.replies.pop(call_id)
         if reply.error is not None:
             raise wire.CallError(reply.error)
         return reply.value
 
-    def call(self, method: str, timeout_s: float = 60.0, **args):
+    def call(self, method: str, timeout_s: float | None = None, **args):
         return self.reply(self.post(method, **args), timeout_s)
 
     def events(self, name: str | None = None) -> list[dict]:
@@ -78,10 +79,10 @@ class Handle:
 
 
 class Harness:
-    """The agent's side: one ROUTER socket for any number of workers. Ends them all on exit."""
+    """The agent's side: one ROUTER socket for any number of workers. Ends them all on exit. timeout_s: for an answer."""
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, timeout_s: float = 60.0):
+        self.directory, self.timeout_s = directory, timeout_s
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)

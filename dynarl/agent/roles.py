@@ -154,7 +154,7 @@ class Roles:
         return [answer["digest"] for answer in answers if answer and "digest" in answer]
 
     def stage_small_files(self, version: int, source: Path) -> None:
-        self._stage(version, source, lambda path: path.suffix != ".safetensors")
+        self._stage(version, source, lambda path: ".safetensors" not in path.name)  # an index of several neither
 
     def keep_versions(self, versions: list[int]) -> None:
         """Drop all other staged versions."""

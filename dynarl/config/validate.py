@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from dynarl import rundir
 from dynarl.config import degrees
 from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
@@ -184,7 +184,7 @@ def _shape(config: Config) -> Shape:
     model = config.model
     if model.path is None:
         return Shape(model.hidden_size, model.heads, model.kv_heads, model.ffn_size, model.max_position, "model")
-    file = Path(model.path).expanduser() / "config.json"
+    file = rundir.small_files(model.path) / "config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         heads = found["num_attention_heads"]

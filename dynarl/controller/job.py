@@ -149,9 +149,10 @@ class Job:
             return target
         target.mkdir(exist_ok=True)
         if self.config.model.path:
-            given = Path(self.config.model.path)
-            if (given / "state").is_dir():  # a checkpoint of ours
+            given = Path(self.config.model.path).expanduser()
+            if rundir.small_files(given) != given:  # a checkpoint of ours
                 await asyncio.to_thread(export_model, given, target)
+                return target
             for path in given.iterdir():
                 if path.is_file():
                     await asyncio.to_thread(shutil.copyfile, path, target / path.name)
@@ -452,7 +453,7 @@ class Job:
     async def _write_checkpoint(self, path: Path, progress: str) -> None:
         began, iteration = time.monotonic(), rundir.checkpoint_iteration(path)
         for file in Path(self._small_files()).iterdir():
-            if file.is_file() and file.suffix != ".safetensors":
+            if file.is_file() and ".safetensors" not in file.name:  # an index of several neither
                 await asyncio.to_thread(shutil.copyfile, file, path / "model" / file.name)
         (path / "progress.json").write_text(progress)
         await self.trainer.saved()

@@ -88,6 +88,10 @@ def test_the_sizes_of_a_given_model_come_from_its_config_json(tmp_path):
         "algorithm.max_prompt_tokens 64 + algorithm.max_response_tokens 256 = 320 tokens, "
         "but model.path.max_position = 300"
     ]
+    for name in ("state", "model"):  # what `dynarl import` makes
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+    (tmp_path / "checkpoint" / "model" / "config.json").write_text(json.dumps(shape))
+    assert "but model.path.max_position = 300" in faults(f"model: {{path: '{tmp_path}/checkpoint'}}")[0]
     (tmp_path / "config.json").write_text("{}")
     assert "has no 'num_attention_heads'" in faults(f"model: {{path: '{tmp_path}'}}")[0]
 

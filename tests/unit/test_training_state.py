@@ -1,6 +1,8 @@
 """The state of a rank as logical pieces, in one process: views of live storage, digests, counters, a move."""
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -84,6 +86,28 @@ def test_the_next_shard_has_no_memory_until_it_is_to_be_filled_and_then_trains_o
         train(each, 2, seed=1 if each is trainer else 0)
     train(other, 2, seed=1)
     assert all(torch.equal(trainer.params[name], value) for name, value in other.params.items())
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_memory_of_the_shard_that_is_left_is_free_at_once_and_not_when_python_looks_for_circles(model_dir, world, adopted):
+    trainer = build(model_dir, world, "bfloat16")
+    train(trainer, 1)
+    prepared(trainer, f"b-{adopted}-{model_dir}")
+    trainer.allocate(trainer.scalars())
+    left = trainer.shard if adopted else trainer.next
+    gc.disable()
+    try:
+        moments = [weakref.ref(view) for each in left.optimizers for view in moments_of(each)]
+        trainer.adopt() if adopted else trainer.discard()
+        assert moments and not any(moment() is not None for moment in moments)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in left._large())
+    finally:
+        gc.enable()
+    train(trainer, 1, seed=1)
+
+
+def moments_of(optimizer):
+    return [value for state in optimizer.optimizer.state.values() for name, value in state.items() if name != "step"]
 
 
 def test_a_message_is_its_fragments_row_by_row_at_whatever_address(model_dir, world):

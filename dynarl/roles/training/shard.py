@@ -110,6 +110,14 @@ class Shard:
             storage.resize_(0)
         return sum(num_bytes for _, num_bytes in self._released)
 
+    def free(self) -> None:
+        """Give all memory back for good. Megatron's objects refer to each other in circles: what nobody names any more
+        would stay until Python happens to look for those."""
+        self.release()
+        if self.optimizer is not None:
+            for optimizer in self.optimizers:
+                optimizer.optimizer.state.clear()
+
     def _large(self) -> Iterator[Tensor]:
         for buffer in self.buffers:
             yield from (tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None)

@@ -20,7 +20,6 @@ To another layout, while the old one stays whole until the end::
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import math
 import threading
@@ -70,7 +69,6 @@ class Trainer:
         self.arch: Arch = dataclasses.replace(arch, spec=dataclasses.replace(arch.spec, dtype=config.model.dtype))
         self.files = weights.small_files(model_dir)
         self._shard: Shard | None = None
-        self._retired = False
         self.next: Shard | None = None
         self._connecting: _Connecting | None = None
         self.loss = "grpo"
@@ -149,7 +147,6 @@ class Trainer:
 
         Raises RuntimeError where there is not enough memory.
         """
-        self.retire()
         if self.next is not None:
             self.next.allocate()
             Bound(self.next).set_scalars(scalars)
@@ -194,28 +191,26 @@ class Trainer:
         if self._connecting is None or (self.next is not None and not self._allocated):
             raise RuntimeError("there is nothing to adopt: prepare and allocate have not both been called")
         self._connecting.draft.keep()
-        self._shard, self.next, self._connecting = self.next, None, None
-        self._retired = True
+        old, self._shard, self.next, self._connecting = self._shard, self.next, None, None
+        if old is not None:
+            old.free()
         if self._shard is not None:
             self.begin(self.loss)
-
-    def retire(self) -> bool:
-        """Free what an `adopt` or a `discard` has left behind. Returns whether there was anything.
-
-        Megatron's objects refer to each other, so that only the collector finds them, and it takes its time: not in the
-        middle of a change of layout, but before the memory is wanted again.
-        """
-        retired, self._retired = self._retired, False
-        if retired:
-            gc.collect()
-        return retired
 
     def discard(self) -> None:
         """Forget the next layout and its groups, except those that there were before."""
         if self._connecting is not None:
             self._connecting.draft.drop()
-        self._retired |= self.next is not None
+        if self.next is not None:
+            self.next.free()
         self.next = self._connecting = None
+
+    def close(self) -> None:
+        """Give all memory back; nothing can be done with this trainer afterwards."""
+        self.discard()
+        if self._shard is not None:
+            self._shard.free()
+        self._shard = None
 
     # ---- weights
 

@@ -100,8 +100,10 @@ class TrainingWorker(TransitionSide, Worker):
         settings = msgspec.convert(config, Config)
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
-        self._trainer = None
         self._close_saver()
+        if self._trainer is not None:
+            self._trainer.close()
+        self._trainer = None
         return settings, torch_world.World(torch_world.connect(store), world, rank, device)
 
     # ---- to another layout
@@ -195,11 +197,7 @@ class TrainingWorker(TransitionSide, Worker):
         return self._queue.drain(*self._how)
 
     def work(self) -> bool:
-        if self._trainer is None:
-            return False
-        if self._trainer.retire():
-            return True
-        if not self._trainer.has_shard:
+        if self._trainer is None or not self._trainer.has_shard:
             return False
         return self._queue.work(*self._how)
 
