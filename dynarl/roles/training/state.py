@@ -301,7 +301,8 @@ def digest_view(name: str, kind: str, box: Box, view: Tensor) -> int:
     """As vps.digest.digest_box, of a tensor on any device."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
     if view.device.type == "cpu":
-        return digest_box(name, kind, box, view.view(integer).numpy())
+        # Not `.numpy()`: torch never lets memory go again that it was called on (see Shard.free).
+        return digest_box(name, kind, box, np.from_dlpack(view.view(integer)))
     return digest_on_device(name, kind, box, view.view(integer))
 
 
