@@ -140,7 +140,7 @@ def test_losses_across_changes_of_the_layout_are_those_of_a_run_without(model, w
     samples = lessons(model)
     alone = trainers.Fleet(workers, 1, str(model), cut=layout(), weight_decay=0.0)
     expected = [train(alone, step, samples, place / "static") for step in range(len(LAYOUTS))]
-    fleet, run = trainers.Fleet(workers, 1, str(model), cut=layout(dp=3), weight_decay=0.0), []
+    fleet, run = trainers.Fleet(workers, 1, str(model), cut=LAYOUTS[0], weight_decay=0.0), []
     for step, cut in enumerate(LAYOUTS):
         if step:
             fleet.recut(cut)
