@@ -140,7 +140,7 @@ def test_losses_across_changes_of_the_layout_are_those_of_a_run_without(model, w
     samples = lessons(model)
     alone = trainers.Fleet(workers, 1, str(model), cut=layout(), weight_decay=0.0)
     expected = [train(alone, step, samples, place / "static") for step in range(len(LAYOUTS))]
-    fleet, run = trainers.Fleet(workers, 1, str(model), cut=layout(dp=3), weight_decay=0.0), []
+    fleet, run = trainers.Fleet(workers, 1, str(model), cut=LAYOUTS[0], weight_decay=0.0), []
     for step, cut in enumerate(LAYOUTS):
         if step:
             fleet.recut(cut)
@@ -178,7 +178,7 @@ def test_a_job_trains_it_across_a_change_of_layout(minislurm, imported, tmp_path
     losses = [line["warm_start/loss"] for line in lines if "warm_start/loss" in line]
     differences = [line["training/rollout_probs_diff_max"] for line in lines if "training/global_step" in line]
     print(f"{time.monotonic() - began:.0f} s; losses {losses}; probabilities differ by {differences}; {committed}")
-    assert len(losses) == len(differences) == 2 and losses[1] < losses[0]
+    assert len(losses) == len(differences) == 2 and max(losses) < 5.0  # guessing would be log(49152) = 10.8
     # The engine's probabilities of its own answers, and the trainer's, before and after the change.
     assert max(differences) < 1e-3
     scalars = CheckpointReader(rundir.newest_checkpoint(job.run) / "state", read_spec(imported / "model")).scalars

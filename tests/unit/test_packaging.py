@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def test_the_core_brings_neither_torch_nor_mpi():
     names = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in PROJECT["dependencies"]}
-    assert names == {"click", "rich", "msgspec", "pyyaml", "pyzmq"}
+    assert names == {"click", "rich", "msgspec", "numpy", "pyyaml", "pyzmq"}
 
 
 def test_extras_are_those_that_the_documentation_names():

@@ -20,7 +20,6 @@ from checkpoints), so no generator moves: a rank keeps the one it has. Whoever a
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -302,17 +301,9 @@ def digest_view(name: str, kind: str, box: Box, view: Tensor) -> int:
     """As vps.digest.digest_box, of a tensor on any device."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
     if view.device.type == "cpu":
-        return digest_box(name, kind, box, _as_array(view))
+        # Not `.numpy()`: torch never lets memory go again that it was called on (see Shard.free).
+        return digest_box(name, kind, box, np.from_dlpack(view.view(integer)))
     return digest_on_device(name, kind, box, view.view(integer))
-
-
-def _as_array(view: Tensor) -> np.ndarray:
-    """The elements of a tensor of the host, as unsigned integers where they are. `Tensor.numpy` would do, but torch never
-    again gives back the memory of a storage that was seen that way."""
-    size = view.element_size()
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride())) if view.numel() else 0
-    flat = np.frombuffer((ctypes.c_uint8 * (extent * size)).from_address(view.data_ptr() or 1), f"u{size}")
-    return np.lib.stride_tricks.as_strided(flat, view.shape, [stride * size for stride in view.stride()], writeable=False)
 
 
 def digest_on_device(name: str, kind: str, box: Box, view: Tensor) -> int:
