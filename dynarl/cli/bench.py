@@ -18,6 +18,7 @@ from dynarl.cli import output
 from dynarl.errors import DynarlError, SlurmError
 
 POLL_S = 2.0
+VPS_PARTS = ("planning", "wire", "sync", "state", "weights")
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -57,19 +58,51 @@ def roles(config: Path | None, cpu_quota: float, site: bool, keep: bool, output_
 
 @command.command(cls=output.Command)
 @output.format_option("table", "json")
-def vps(output_format: str) -> None:
-    """Moving model state between parallel layouts: planning time and memory, projected time.
+@click.option("--part", "parts", multiple=True, type=click.Choice(VPS_PARTS), help="Only this part; may be given again.")
+@click.option("--link-rate", metavar="RATE", help="Of the network in part wire, in tc's units, such as 4gbit. Needs root.")
+def vps(output_format: str, parts: tuple[str, ...], link_rate: str | None) -> None:
+    """Moving model state between parallel layouts: planning, and moves between four processes against baselines.
 
-    Takes about a minute.
+    Parts: planning (time, memory, projected time), wire (against raw MPI), sync (weights to all nodes), state (against
+    checkpoints and against a detour over first owners), weights (against megatron.core.resharding). About five minutes.
     """
-    from dynarl.bench import vps_plan
+    from dynarl.bench import vps_live, vps_plan
 
-    # Each part of this benchmark is measured by a module of its own and has its own key.
-    figures = {"bench": "vps", "planning": vps_plan.measure()}
+    figures = {"bench": "vps"}
+    for part in parts or VPS_PARTS:
+        output.note(f"measuring {part}")
+        figures[part] = vps_plan.measure() if part == "planning" else vps_live.run(part, link_rate if part == "wire" else None)
     if output_format == "json":
         output.print_json(figures)
-    else:
+        return
+    if "planning" in figures:
         _show_planning(figures["planning"])
+    _show_moves(figures)
+
+
+def _show_moves(figures: dict) -> None:
+    """One line for each comparison."""
+    import statistics
+
+    lines = []
+    if "state" in figures:
+        lines += [(f"optimizer state, {name}", ratio) for name, ratio in figures["state"]["times_faster"].items()]
+    if "weights" in figures:
+        ratios = figures["weights"]["times_faster_than_megatron"].items()
+        lines += [(f"weights by {name}, than megatron.core.resharding", ratio) for name, ratio in ratios]
+    if "wire" in figures:
+        lines += [(f"bytes per second of the wire, to {name}", ratio) for name, ratio in figures["wire"]["ratio_to"].items()]
+    if lines:
+        table = output.table("comparison", ">times")
+        for name, ratio in lines:
+            table.add_row(name, f"{ratio:.2f}")
+        output.console().print(table)
+    if "sync" in figures:
+        sync = figures["sync"]
+        click.echo(
+            f"Weights of a model of {sync['parameters']:,} parameters to four nodes: {statistics.median(sync['ms']):.1f} ms, "
+            f"the first time {sync['first_ms']:.1f} ms"
+        )
 
 
 def _show_planning(cases: list[dict]) -> None:
