@@ -13,10 +13,12 @@ from dynarl.errors import ConfigError, NotFoundError
 
 @click.command("export", cls=output.Command)
 @click.argument("run", default="last")
-@click.option("--format", "file_format", type=click.Choice(["hf"]), default="hf", help="What to write: a Hugging Face directory.")
+@click.option("--format", "file_format", type=click.Choice(["hf"]), default="hf", help="A Hugging Face directory.")
 @click.option("--to", "target", type=click.Path(path_type=Path), help="Where to; default: RUN/export/ITERATION.")
 @click.option("--iteration", type=click.IntRange(min=0), help="Of which checkpoint; default: the newest.")
-@click.option("-o", "--output", "output_format", type=click.Choice(["table", "json"]), default="table", help="How to print the result.")
+@click.option(  # --format, elsewhere the long name of -o, is what is written here
+    "-o", "--output", "output_format", type=click.Choice(["table", "json"]), default="table", help="How to print the result."
+)
 def command(run: str, file_format: str, target: Path | None, iteration: int | None, output_format: str) -> None:
     """Write the model of a checkpoint of RUN in a form that transformers and SGLang load.
 

@@ -13,7 +13,7 @@ from dynarl.errors import ConfigError
 @click.command("import", cls=output.Command)
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(file_okay=False, path_type=Path))
-@click.option("-o", "--output", "output_format", type=click.Choice(["table", "json"]), default="table", help="How to print the result.")
+@output.format_option()
 def command(model: Path, target: Path, output_format: str) -> None:
     """Write the Hugging Face directory MODEL as a checkpoint in TARGET.
 

@@ -101,8 +101,7 @@ def _rewind(graph: Graph, iteration: int | None) -> None:
     graph.iterations = {number: each for number, each in graph.iterations.items() if kept(number)}
     graph.evaluations = [each for each in graph.evaluations if kept(each["iteration"])]
     graph.checkpoints = [each for each in graph.checkpoints if kept(each["iteration"])]
-    # A layout that begins with an iteration is there once the iteration before it is done.
-    graph.recuts = [each for each in graph.recuts if kept(each.iteration - 1)]
+    graph.recuts = [each for each in graph.recuts if kept(each.iteration)]
     if iteration is None:
         graph.warm_start = None
 

@@ -261,6 +261,22 @@ def test_a_resumed_run_forgets_what_it_did_after_the_checkpoint(synthetic):
     assert check(graph) == []
 
 
+def test_the_layout_of_the_trainer_follows_its_changes_also_back(synthetic):
+    synthetic.start()
+    assert graph_of(synthetic).layout == "tp=1,pp=1"
+    synthetic.iteration(1)
+    synthetic.record("layout_proposed", iteration=2, layout="tp=1,pp=2")
+    synthetic.record("layout_committed", iteration=2, layout="tp=1,pp=2", phases={"run_ms": 3.0}, pause_ms=5.0, bytes=7)
+    synthetic.iteration(2)
+    synthetic.record("layout_cancelled", iteration=3, layout="tp=2,pp=1", reason="no memory")
+    graph = graph_of(synthetic)
+    assert (graph.layout, [recut.state for recut in graph.recuts]) == ("tp=1,pp=2", ["committed", "cancelled"])
+    assert not graph.unknown_events
+    synthetic.start()
+    synthetic.record("resumed", iteration=1, checkpoint="step-000001")
+    assert graph_of(synthetic).layout == "tp=1,pp=1"
+
+
 def test_a_start_without_a_checkpoint_begins_at_nothing(synthetic):
     synthetic.start()
     synthetic.evaluate("start", 0, 0.2)
