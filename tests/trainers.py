@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import time
 from pathlib import Path
 
 import msgspec
@@ -115,6 +116,13 @@ def lease_ranks(cut: TrainLayout) -> list[tuple[int, ...]]:
     from dynarl.roles.training.groups import rank_lists
 
     return rank_lists(cut)["lease"]
+
+
+def save(workers: list[Handle], directory: str) -> None:
+    """A checkpoint of the owners, on disk when this returns."""
+    together(workers, "save", dir=directory)
+    while not all(together(workers, "saved")):
+        time.sleep(0.01)
 
 
 class Fleet:

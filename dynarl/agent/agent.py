@@ -71,7 +71,7 @@ class Agent:
     def start(self) -> None:
         """Open the sockets. Call inside the running event loop: the authenticator belongs to it."""
         self._authenticator = keys.admit(self.context, self.keys)
-        self.roles.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_staging(self.roles.staging)
         address = f"ipc://{self._scratch}/agent.sock"
         self._worker_socket.bind(address)
         port = self._peer_socket.bind_to_random_port(f"tcp://{self.host}")
@@ -200,6 +200,17 @@ class Agent:
                 tail=tail,
             )
         )
+
+
+def make_staging(path: Path) -> None:
+    """A fresh directory for staged weights. Its path can be guessed, so one that somebody else made is refused.
+
+    What a killed agent of this job left there goes. Raises OSError.
+    """
+    if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
+        raise PermissionError(f"{path} is there already and is not ours; remove it, or set cluster.staging to another place")
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(mode=0o700, parents=True)
 
 
 class Orders:

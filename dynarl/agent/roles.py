@@ -42,7 +42,8 @@ class Roles:
 
     async def on_stage(self, peer: str, version: int, source: str) -> None:
         """Make the staging directory of a version from a model directory on the shared file system."""
-        self._stage(version, Path(source), lambda path: True)
+        # In a thread: while this agent stands still its controller takes the node for lost.
+        await asyncio.to_thread(self._stage, version, Path(source), lambda path: True)
 
     def _stage(self, version: int, source: Path, wanted: Callable[[Path], bool]) -> None:
         target = self.version_dir(version)

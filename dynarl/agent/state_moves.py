@@ -69,5 +69,5 @@ class StateMoves:
         if staged and keep is not None:
             self._roles.keep_versions(keep)
 
-    async def on_abort_transition(self, peer: str, key: str, reason: str, limit_s: float) -> None:
-        await self.transitions.abort(key, reason, limit_s)
+    async def on_abort_transition(self, peer: str, key: str, reason: str, nodes: list[int], limit_s: float) -> None:
+        await self.transitions.abort(key, reason, nodes, limit_s)

@@ -207,16 +207,25 @@ class Transitions:
     async def reserve(self, key: str, timeout_s: float, destination: str | None = None) -> None:
         """Take the memory of the new state: on the workers, and of the staged model `destination` (a path)."""
         known = self._known(key)
-        self._open_destination(known, destination)
+        await self._open_destination(known, destination)
         await asyncio.gather(
             *(self._call(name, "reserve_transition", timeout_s=timeout_s, key=key) for name in known.workers.values())
         )
 
-    def _open_destination(self, known: _Prepared, destination: str | None) -> None:
-        if destination is not None and known.staging is not None and known.staged is None:
-            path = Path(destination)
+    async def _open_destination(self, known: _Prepared, destination: str | None) -> None:
+        if destination is None or known.staging is None:
+            return
+        path = Path(destination)
+        if known.staged is not None and known.staged.path != path:  # of a run that was given up
+            known.staged.discard()
+            known.staged = None
+        if known.staged is None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            known.staged = StagedModel.create(path, known.request.spec)
+            spec = known.request.spec
+            if spec.parameters * spec.itemsize("param") < LOOP_BYTES:
+                known.staged = StagedModel.create(path, spec)
+            else:
+                known.staged = await asyncio.to_thread(StagedModel.create, path, spec)
 
     async def run(
         self,
@@ -238,8 +247,9 @@ class Transitions:
         known = self._known(key)
         began = time.perf_counter()
         self._stop = None
+        known.spoilt = True  # until it has gone well
         try:
-            self._open_destination(known, destination)
+            await self._open_destination(known, destination)
             for lane in known.lanes:
                 lane.mailbox.reset()
             self._staging_carrier(known, source)
@@ -247,11 +257,11 @@ class Transitions:
             phases = await self._move(known, communicator, number, timeout_s)
             digests = await self.verify(key, timeout_s) if verify else {}
         except BaseException as error:
-            known.spoilt = True
             self._remapper.forget(nodes)
             if isinstance(error, Overdue):
                 raise PhaseTimeout(str(error)) from None
             raise
+        known.spoilt = False
         return phases | {"seconds": time.perf_counter() - began, "digests": digests}
 
     def _staging_carrier(self, known: _Prepared, source: str | None) -> None:
@@ -325,8 +335,13 @@ class Transitions:
         """Whether the transition ends, or begins, in what is staged on this node."""
         return self._known(key).staging is not None
 
-    async def abort(self, key: str, reason: str, timeout_s: float) -> None:
-        """End a phase that is under way and drop everything new. Workers that are gone are left alone."""
+    async def abort(self, key: str, reason: str, nodes: list[int], timeout_s: float) -> None:
+        """End a phase that is under way and drop everything new. Workers that are gone are left alone.
+
+        The communicator of `nodes` goes on all of them, also on those whose own part went well: to make a new one they
+        have to meet.
+        """
+        self._remapper.forget(nodes)
         known = self._prepared.get(key)
         if known is None:
             return

@@ -56,10 +56,12 @@ class Shape:
     """What the rules need to know of the model."""
 
     hidden_size: int
+    layers: int
     heads: int
     kv_heads: int
     ffn_size: int
     max_position: int
+    experts: int
     source: str
 
 
@@ -165,7 +167,18 @@ def _model(config: Config) -> Iterator[str]:
         yield f"{model}.hidden_size = {shape.hidden_size} is not divisible by {model}.heads = {shape.heads}"
     if shape.heads % shape.kv_heads:
         yield f"{model}.heads = {shape.heads} is not divisible by {model}.kv_heads = {shape.kv_heads}"
-    for where, (tp, _, _) in layouts.items():
+    for where, (tp, pp, ep) in layouts.items():
+        if shape.layers % pp:
+            yield f"{model}: {shape.layers} layers do not divide into {where}pp = {pp} stages"
+        if ep > 1 and not shape.experts:
+            yield f"{where}ep = {ep}, but the model ({model}) has no experts"
+        elif shape.experts % ep:
+            yield f"{model}: {shape.experts} experts are not divisible by {where}ep = {ep}"
+        elif ep > 1 and owners % (tp * pp) == 0 and owners % (tp * pp * ep):
+            yield (
+                f"{where}tp {tp} x pp {pp} x ep {ep} = {tp * pp * ep} does not divide split.training "
+                f"{config.split.training} x cluster.devices_per_node {devices} = {owners} workers"
+            )
         for name, size in (("heads", shape.heads), ("ffn_size", shape.ffn_size)):
             if size % tp:
                 yield f"{model}.{name} = {size} is not divisible by {where}tp = {tp}"
@@ -183,17 +196,21 @@ def _model(config: Config) -> Iterator[str]:
 def _shape(config: Config) -> Shape:
     model = config.model
     if model.path is None:
-        return Shape(model.hidden_size, model.heads, model.kv_heads, model.ffn_size, model.max_position, "model")
+        return Shape(
+            model.hidden_size, model.layers, model.heads, model.kv_heads, model.ffn_size, model.max_position, 0, "model"
+        )
     file = rundir.small_files(model.path) / "config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         heads = found["num_attention_heads"]
         return Shape(
             found["hidden_size"],
+            found["num_hidden_layers"],
             heads,
             found.get("num_key_value_heads") or heads,
             found["intermediate_size"],
             found["max_position_embeddings"],
+            found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts") or 0,
             "model.path",
         )
     except (OSError, ValueError) as error:

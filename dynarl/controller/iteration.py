@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable
 
@@ -89,6 +89,7 @@ class Iteration:
             for role in ("inference", "training")
         }
         self._at: dict[int, tuple[str, Replica]] = {}  # lease -> (role, replica)
+        self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
         self._advantages: dict[str, dict[str, tuple[float, float]]] = {}  # group -> sample -> (advantage, weight)
         self._stats: dict[str, dict[str, float]] = {}
@@ -230,10 +231,12 @@ class Iteration:
 
     async def _lease_out(self, method: str, lease: int, replica: Replica, samples: list[dict], holders: set[str]) -> None:
         addresses = self._addresses()
-        answers = await asyncio.gather(
-            *(self._fleet.call(node, method, lease=lease, devices=replica.on(node), samples=samples,
-                               holders={h: addresses[h] for h in holders}) for node in replica.nodes),
-            return_exceptions=True)
+        # One at a time: nodes of one replica must get its leases in the same order.
+        async with self._turns[replica]:
+            answers = await asyncio.gather(
+                *(self._fleet.call(node, method, lease=lease, devices=replica.on(node), samples=samples,
+                                   holders={h: addresses[h] for h in holders}) for node in replica.nodes),
+                return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed and len(failed) < len(answers):
             # Workers of one replica wait for each other: those that got the lease would do so for ever.

@@ -36,6 +36,7 @@ from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities, start_roles
+from dynarl.transport.files import write_durably
 from dynarl.transport.hf import export_model
 from dynarl.transport.planning import Request, describe
 from dynarl.vps.layout import ALL_KINDS, EngineLayout, Layout
@@ -61,6 +62,7 @@ class Progress:
     step: int = 0
     warm_start_done: bool = False
     evaluated_start: bool = False
+    layout: str = ""  # that the trainer is in, as `tp=2,pp=1`, once it has changed
 
 
 class Job:
@@ -77,6 +79,8 @@ class Job:
         self.offers = self.may  # roles that a node may be given; without training where no replica fits
         self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
         self._planning: asyncio.Future | None = None  # its plan
+        self.staging = asyncio.Lock()  # held while staged weights come and go; whoever reads them outside an epoch holds it
+        self.staged: dict[str, int] = {}  # newest version on each node
         self._checked: TrainLayout | None = None  # the layout whose staged weights were compared with the trainer's
         self._refused: Counter[TrainLayout] = Counter()  # how often a layout was cancelled
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
@@ -106,12 +110,14 @@ class Job:
         source = await self._initial_model()
         version = self.weights.version + 1
         await self.fleet.call_each(self.home, "stage", version=version, source=str(source))
+        self.staged = dict.fromkeys(self.home, version)
         self.progress = Progress()
         if checkpoint:
             self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
-        self.trainer = Trainer(
-            self.config, self.fleet, self.home, self.may, degrees.at(self.config.training, self.progress.iteration)
-        )
+        # A layout that was refused is not forced upon the trainer here either.
+        was = self.progress.layout
+        start = degrees.parse(was) if was else degrees.first(self.config.training)
+        self.trainer = Trainer(self.config, self.fleet, self.home, self.may, start)
         self._prepared = self._checked = None
         self._offer()
         await self.trainer.build(version)
@@ -122,6 +128,9 @@ class Job:
         # The weights leave the trainer once before anything else, so that every node has the trainer's own digest of
         # them.
         await self.sync_weights()
+        config = self.config
+        if config.algorithm.kl_loss_coef > 0 and config.warm_start.steps and self.progress.warm_start_done:
+            await self.workers.make_reference()
         await asyncio.gather(
             *(
                 self.workers.prepare(node, role, self.weights.version)
@@ -155,7 +164,9 @@ class Job:
                 return target
             for path in given.iterdir():
                 if path.is_file():
-                    await asyncio.to_thread(shutil.copyfile, path, target / path.name)
+                    part = target / f".{path.name}.part"  # a file that is there is whole
+                    await asyncio.to_thread(shutil.copyfile, path, part)
+                    part.rename(target / path.name)
         else:
             node, device = next(node for node, role in self.home.items() if role == "training"), 0
             await self.fleet.worker(node, "environment", 0, "save_tokenizer", dir=str(target))
@@ -200,7 +211,8 @@ class Job:
         await self.sync_weights()
         await self.checkpoint()
         if self.config.algorithm.kl_loss_coef > 0:
-            await self.workers.keep_reference()
+            await self.workers.make_reference()
+            await self.workers.load_reference()
 
     async def evaluate(self, when: str) -> None:
         """Held-out accuracy of the current weights."""
@@ -252,7 +264,7 @@ class Job:
         self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
         groups = list(run.ledger.groups.values())
         size = len(groups) // algorithm.minibatches
-        away = frozenset(n for n, r in self.workers.down if r == "training")
+        away = self._away()
         stepped = []
         for index in range(algorithm.minibatches):
             batch = groups[index * size:(index + 1) * size]
@@ -280,7 +292,11 @@ class Job:
             await self._recut(number, layout)
         following = self.trainer.layout_of(degrees.at(self.config.training, number + 1))
         if following != self.trainer.layout and self._refused[following] < RECUT_ATTEMPTS:
-            await self.trainer.prepare(following)
+            try:
+                await self.trainer.prepare(following)
+            except (wire.CallError, TimeoutError) as error:
+                await self._stay(number + 1, following, error)
+                return
             self._prepared = following
             self._planning = asyncio.ensure_future(self.transitions.plan(self._transition(following, list(ALL_KINDS))))
 
@@ -305,23 +321,43 @@ class Job:
                 await self.transitions.abort(moved.key, f"digests differ: {differing}")
                 raise wire.CallError(f"what arrived is not what was sent: {differing}")
         except (wire.CallError, TimeoutError) as error:
-            await trainer.discard()
-            self._prepared = None
-            self._refused[layout] += 1
-            self.journal.append("layout_cancelled", iteration=number, layout=text, reason=str(error), durable=True)
-            log.warning("the trainer stays as it is: %s", error)
+            await self._stay(number, layout, error)
             return
+        await self._finish_writing()  # the copy that is being written is the old layout's
+        await self.workers.settled()  # borrowed workers are built anew; not beside their revival
         # From here on a fault leads back to the newest checkpoint, which any layout can read.
         async with self.critical:
             await self.transitions.finish(moved)
-            await trainer.adopt(layout, self.weights.version)
+            await trainer.adopt(layout, self.weights.version, self._away())
+            await self._put_to_sleep()
             self._offer()
             self._prepared = None
+            self.progress.layout = text
         self.journal.append(
             "layout_committed", iteration=number, layout=text, phases=phases, bytes=moved.num_bytes,
             bytes_reserved=num_bytes, pause_ms=1e3 * (time.monotonic() - stopped), durable=True,
         )
         log.info("the trainer is in layout %s after %.0f ms", text, 1e3 * (time.monotonic() - began))
+
+    async def _stay(self, number: int, layout: TrainLayout, error: Exception) -> None:
+        """The old layout goes on."""
+        await self.trainer.discard()
+        self._prepared = None
+        self._refused[layout] += 1
+        text = str(degrees.at(self.config.training, number))
+        self.journal.append("layout_cancelled", iteration=number, layout=text, reason=str(error), durable=True)
+        log.warning("the trainer stays as it is: %s", error)
+
+    def _away(self) -> frozenset[str]:
+        """Nodes whose training workers are not there now."""
+        return frozenset(node for node, role in self.workers.down if role == "training")
+
+    async def _put_to_sleep(self) -> None:
+        """Training workers that were built on nodes whose role is another one."""
+        idle = {p[0] for p in self.trainer.borrowed if self.epochs.roles[p[0]] != "training"} - self._away()
+        await asyncio.gather(
+            *(self.fleet.worker(n, "training", d, "sleep") for n, d in self.trainer.borrowed if n in idle)
+        )
 
     def draw(self, number: int) -> list[str]:
         """Sample ids of an iteration: the next prompts of the training split, each `group_size` times."""
@@ -366,6 +402,10 @@ class Job:
 
     async def _stage_weights(self, nodes: list[str], keep: list[int]) -> None:
         """The trainer's weights, as the next version, to `nodes`; other versions than that and `keep` are dropped there."""
+        async with self.staging:
+            await self._stage_next(nodes, keep)
+
+    async def _stage_next(self, nodes: list[str], keep: list[int]) -> None:
         version, places = self.weights.version + 1, self.trainer.places
         staged = [places.staging_rank(self.trainer.nodes.index(node)) for node in nodes]
         request = self._transition(EngineLayout(dp=len(staged), ranks=tuple(staged)), ["param"])
@@ -380,6 +420,7 @@ class Job:
             moved, version=version, source=str(self._small_files()), keep=[version, *keep]
         )
         self.weights = Weights(version, found[nodes[0]])
+        self.staged |= dict.fromkeys(nodes, version)
         await asyncio.gather(
             *(self.fleet.call(n, "loaded", role="training", version=version) for n in self.trainer.owner_nodes)
         )
@@ -439,8 +480,9 @@ class Job:
 
     async def checkpoint(self) -> None:
         """Begin to save everything that the next start needs. The state is copied now and written while the job goes on;
-        the marker comes last. A former checkpoint that is still being written is waited for."""
-        await self.checkpoint_written()
+        the marker comes last. A former checkpoint that is still being written is waited for; if it fails, this one is the
+        next chance."""
+        await self._finish_writing()
         path = rundir.checkpoint(self.run_dir, self.progress.iteration)
         if (path / rundir.COMPLETE).exists():
             return
@@ -455,7 +497,7 @@ class Job:
         for file in Path(self._small_files()).iterdir():
             if file.is_file() and ".safetensors" not in file.name:  # an index of several neither
                 await asyncio.to_thread(shutil.copyfile, file, path / "model" / file.name)
-        (path / "progress.json").write_text(progress)
+        write_durably(path / "progress.json", progress.encode())
         await self.trainer.saved()
         rundir.mark_complete(path)
         self.journal.append("checkpoint_saved", iteration=iteration, path=str(path), durable=True)
@@ -467,6 +509,14 @@ class Job:
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
+
+    async def _finish_writing(self) -> None:
+        """As `checkpoint_written`, but a failure is recorded and otherwise left: the state itself is sound."""
+        try:
+            await self.checkpoint_written()
+        except (wire.CallError, TimeoutError, OSError) as error:
+            self.journal.append("checkpoint_failed", reason=str(error), durable=True)
+            log.error("a checkpoint could not be written: %s", error)
 
     async def save_interrupted(self) -> None:
         """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done: then the

@@ -198,13 +198,15 @@ class Trainer:
         """Take the memory of the new state; step counters and learning rate go with it."""
         await self._on_owners("reserve", scalars=_same(await self._on_owners("scalars")))
 
-    async def adopt(self, layout: TrainLayout, version: int) -> None:
-        """Train in `layout` from now on; borrowed replicas are built anew to match, from staged weights."""
+    async def adopt(self, layout: TrainLayout, version: int, without: frozenset[str]) -> None:
+        """Train in `layout` from now on; borrowed replicas are built anew to match, from staged weights, but for those
+        on nodes in `without`."""
         await self._on_owners("adopt")
         self._set_layout(layout)
         world = f"trainers-{next(self._generation)}"
-        await asyncio.gather(*(self._build_replica(r, world, version) for r in self.borrowed_replicas))
-        await self.join()
+        there = [r for r in self.borrowed_replicas if without.isdisjoint(r.nodes)]
+        await asyncio.gather(*(self._build_replica(r, world, version) for r in there))
+        await self.join(without)
 
     # --- checkpoints
 
@@ -213,8 +215,11 @@ class Trainer:
         await self._on_owners("save", dir=str(directory))
 
     async def saved(self) -> None:
-        """Wait until what `snapshot` began is on disk."""
-        await self._on_owners("saved")
+        """Wait until what `snapshot` began is on disk. Asked again and again, since who waits does not train."""
+        pause_s = 0.01
+        while not all(await self._on_owners("saved")):
+            await asyncio.sleep(pause_s)
+            pause_s = min(0.5, 1.5 * pause_s)
 
     async def restore(self, directory: Path) -> None:
         """Take the state of a checkpoint, whatever layout wrote it."""

@@ -74,13 +74,10 @@ class Transitions:
                 if not all(plan["cached"] for plan in plans.values()):
                     await self._ask("reserve", PLAN_TIMEOUT_S, key=request.key, version=version)
                     lap("reserve_ms")
-                number = next(self._numbers)
-                answers = await self._ask(
-                    "run", timeout_s, key=request.key, number=number, nodes=self._ranks, version=version
-                )
+                answers = await self._run(request.key, timeout_s, version)
                 lap("run_ms")
-            except (CallError, TimeoutError) as error:
-                await self.abort(request.key, str(error))
+            except BaseException as error:  # also when this is cancelled: a node that is told nothing would go on waiting
+                await asyncio.shield(self.abort(request.key, str(error) or type(error).__name__))
                 raise
             return Moved(
                 request.key,
@@ -88,6 +85,27 @@ class Transitions:
                 sum(plan["bytes_sent"] for plan in plans.values()),
                 {node: answer["digests"] for node, answer in answers.items()},
             )
+
+    async def _run(self, key: str, timeout_s: float, version: int | None) -> dict[str, Any]:
+        """Run on all nodes. At the first error the others are told: their peers will not come."""
+        arguments = dict(key=key, number=next(self._numbers), nodes=self._ranks, version=version, limit_s=timeout_s)
+        tasks = {
+            node: asyncio.ensure_future(
+                self._fleet.call(node, "run_transition", timeout_s=timeout_s + GRACE_S, **arguments)
+            )
+            for node in self._nodes
+        }
+        try:
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
+            if failed:
+                await self.abort(key, str(failed[0].exception()))
+                await asyncio.wait(tasks.values(), timeout=GRACE_S)
+                raise failed[0].exception()
+            return {node: task.result() for node, task in tasks.items()}
+        finally:
+            for task in tasks.values():
+                task.cancel()
 
     async def plan(self, request: Request) -> None:
         """Only plan, ahead of time; what is planned is kept. Raises CallError or TimeoutError."""
@@ -115,7 +133,9 @@ class Transitions:
         log.warning("transition %s is given up: %s", key, reason)
         await asyncio.gather(
             *(
-                self._fleet.call(node, "abort_transition", timeout_s=GRACE_S, key=key, reason=reason, limit_s=GRACE_S)
+                self._fleet.call(
+                    node, "abort_transition", timeout_s=GRACE_S, key=key, reason=reason, nodes=self._ranks, limit_s=GRACE_S
+                )
                 for node in self._nodes
             ),
             return_exceptions=True,

@@ -78,6 +78,8 @@ class Workers:
         training = [node for node in job.home if "training" in job.may[node]]
         lost = {(n, r) for n, r in self.down if r != "training"}
         await job.epochs.go_home()
+        # First: a training worker may sit in a collective with one that died, and would answer nobody.
+        await job.fleet.call_each(training, "kill_workers", role="training")
         await asyncio.gather(*(job.fleet.call(node, "halt", role=role) for node, role in job.home.items()))
         for role, nodes in [("training", training)] + [(r, [n]) for n, r in sorted(lost)]:
             await job.fleet.call_each(nodes, "kill_workers", role=role)
@@ -185,13 +187,21 @@ class Workers:
         warm = self._job.run_dir / "reference"
         return warm if warm.exists() else self._job.run_dir / "model"
 
-    async def keep_reference(self) -> None:
-        """The reference of the KL term is the model after the warm start."""
+    async def make_reference(self) -> None:
+        """The reference of the KL term is the model after the warm start. It appears by a rename, so it is whole."""
         await self._job.checkpoint_written()
-        newest = rundir.newest_checkpoint(self._job.run_dir)
-        target = self._job.run_dir / "reference"
-        shutil.rmtree(target, ignore_errors=True)
-        await asyncio.to_thread(export_model, newest, target)
+        target, part = self._job.run_dir / "reference", self._job.run_dir / "reference.part"
+        if target.exists():
+            return
+        warm = rundir.checkpoint(self._job.run_dir, 0)
+        if not (warm / rundir.COMPLETE).exists():
+            raise JobFailed(f"the model after the warm start, reference of the KL term, is neither in {target} nor in {warm}")
+        shutil.rmtree(part, ignore_errors=True)
+        await asyncio.to_thread(export_model, warm, part)
+        part.rename(target)
+
+    async def load_reference(self) -> None:
+        """Give it to the inference workers that are there already."""
         await asyncio.gather(
             *(
                 self._job.fleet.worker(n, "inference", d, "ref_load", model_dir=str(self._reference_dir()))
@@ -239,14 +249,22 @@ class Workers:
         """Fresh workers of a role on one node, on the weights of its role; these do not change before it is done."""
         await self._job.fleet.call(node, "kill_workers", role=role)  # what is left of a tensor-parallel replica is of no use
         await self.start(node, role)
+        async with self._job.staging:  # the version that is read stays meanwhile
+            await self._load_again(node, role)
+        self.down.discard((node, role))
+
+    async def _load_again(self, node: str, role: str) -> None:
         if role == "training":
-            await self._job.trainer.build_node(node, self._job.weights.version)
-            await self._job.fleet.call(node, "loaded", role=role, version=self._job.weights.version)
+            version = self._job.staged[node]  # may be an older one than the newest; that comes when the node is entered
+            await self._job.trainer.build_node(node, version)
+            await self._job.fleet.call(node, "loaded", role=role, version=version)
+            if self._job.epochs.roles[node] != role:
+                for device in range(self._job.config.cluster.devices_per_node):
+                    await self._job.fleet.worker(node, role, device, "sleep")
             # Not beside a reduction: one worker would wait for the old group and another for the new one.
             async with self._job.critical:
                 await self._job.trainer.join(without=frozenset(n for n, r in self.down if r == "training" and n != node))
         else:
             # After the first minibatch trainers are ahead of the weights that generate and score.
             weights = self._job.stage.weights if isinstance(self._job.stage, Iteration) else self._job.weights
-            await self.prepare(node, role, weights.version)
-        self.down.discard((node, role))
+            await self.prepare(node, role, min(weights.version, self._job.staged[node]))

@@ -280,6 +280,7 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "evaluated": _evaluated,
     "checkpoint_saved": _checkpoint_saved,
     "layout_proposed": lambda graph, r: None,
+    "checkpoint_failed": lambda graph, r: None,
     "layout_committed": _layout_committed,
     "layout_cancelled": _layout_cancelled,
 }

@@ -79,6 +79,7 @@ _TEXTS: dict[str, Callable[[Record], str | None]] = {
     "layout_committed": lambda r: f"trainer in layout {r['layout']}: paused {r.get('pause_ms') or 0:.0f} ms",
     "layout_cancelled": lambda r: f"trainer stays as it is, not {r['layout']}: {r.get('reason')}",
     "checkpoint_saved": lambda r: f"checkpoint after iteration {r['iteration']}",
+    "checkpoint_failed": lambda r: f"a checkpoint could not be written: {r.get('reason')}",
     "resumed": lambda r: f"goes on after iteration {r['iteration']}",
     "run_ended": lambda r: f"ended: {r['state']}" + (f" ({r['reason']})" if r.get("reason") else ""),
 }

@@ -301,13 +301,13 @@ class CheckpointWriter:
             "pieces": pieces,
             "scalars": scalars,
         }
-        _appear(directory / DATA.format(self._rank), memoryview(self._memory)[:at])
+        write_durably(directory / DATA.format(self._rank), memoryview(self._memory)[:at])
         # Last: a manifest vouches for its data.
-        _appear(directory / MANIFEST.format(self._rank), json.dumps(about, separators=(",", ":")).encode())
+        write_durably(directory / MANIFEST.format(self._rank), json.dumps(about, separators=(",", ":")).encode())
         return at
 
 
-def _appear(path: Path, content: bytes | memoryview) -> None:
+def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Write a file that is there completely or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

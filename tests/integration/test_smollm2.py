@@ -76,8 +76,7 @@ def exported(fleet: trainers.Fleet, run: Path) -> Path:
     checkpoint.mkdir(parents=True)
     rundir.config(run).write_text("{}\n")
     (checkpoint / "model").symlink_to(fleet.model_dir)  # config.json and tokenizer
-    together(fleet.owners, "save", dir=str(checkpoint))
-    together(fleet.owners, "saved")
+    trainers.save(fleet.owners, str(checkpoint))
     rundir.mark_complete(checkpoint)
     dynarl("export", str(run), "--to", str(run / "hf"))
     return run / "hf"

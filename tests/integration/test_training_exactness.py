@@ -17,7 +17,6 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_model import write_model  # noqa: E402
 from worker_harness import Harness  # noqa: E402
 
-
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-5
 
@@ -168,8 +167,7 @@ def test_a_checkpoint_written_by_two_owners_continues_on_one(stage):
     half = trainers.NUM_STEPS // 2
     fleet.run(stage.batches[:half], by_halves, stage.directory / "resumed")
     checkpoint = str(stage.directory / "checkpoint")
-    trainers.together(fleet.owners, "save", dir=checkpoint)
-    trainers.together(fleet.owners, "saved")
+    trainers.save(fleet.owners, checkpoint)
     fleet = trainers.Fleet(stage.workers[:1], 1, stage.model_dir)
     fleet.owners[0].call("restore", dir=checkpoint)
     rest = [
@@ -183,8 +181,7 @@ def test_a_checkpoint_continues_at_another_tensor_parallel_size(stage):
     fleet = trainers.Fleet(stage.workers[:1], 1, stage.model_dir)
     half = trainers.NUM_STEPS // 2
     fleet.run(stage.batches[:half], one_lease, stage.directory / "recut")
-    fleet.owners[0].call("save", dir=str(stage.directory / "tp1"))
-    fleet.owners[0].call("saved")
+    trainers.save(fleet.owners, str(stage.directory / "tp1"))
     fleet = trainers.Fleet(stage.workers[:2], 2, stage.model_dir, tp=2)
     trainers.together(fleet.owners, "restore", dir=str(stage.directory / "tp1"))
     rest = [

@@ -59,8 +59,7 @@ class Stage:
     def saved(self, fleet, name):
         """The optimizer's state, as logical tensors: {KIND:TENSOR: tensor}, and the counters."""
         directory = self.directory / name
-        trainers.together(fleet.owners, "save", dir=str(directory))
-        trainers.together(fleet.owners, "saved")
+        trainers.save(fleet.owners, str(directory))
         spec = read_spec(Path(fleet.model_dir), fleet.config.model.dtype)
         reader, whole = CheckpointReader(directory / "state", spec), {}
         for number, tensor in enumerate(spec.tensors):

@@ -43,6 +43,15 @@ def test_what_works_is_accepted(written):
             "cluster: {devices_per_node: 3}\ntraining: {tp: 2}",
             "training.tp = 2 does not divide cluster.devices_per_node = 3",
         ),
+        ("training: {pp: 2}", "training.tp 1 x pp 2 = 2 does not divide split.training 1 x cluster.devices_per_node 1 = 1"),
+        (
+            "cluster: {devices_per_node: 3}\ntraining: {pp: 3}",
+            "model: 2 layers do not divide into training.pp = 3 stages",
+        ),
+        ("cluster: {devices_per_node: 2}\ntraining: {ep: 2}", "training.ep = 2, but the model (model) has no experts"),
+        ("training: {layouts: {soon: tp=1}}", "training.layouts.soon: expected the number of an iteration"),
+        ("training: {layouts: {3: dp=2}}", "training.layouts.3: 'dp=2' in 'dp=2' is not one of tp=N, pp=N, ep=N"),
+        ("training: {layouts: {3: tp=2}}", "training.layouts.3: tp = 2 does not divide cluster.devices_per_node = 1"),
         ("model: {heads: 6}", "model.hidden_size = 128 is not divisible by model.heads = 6"),
         ("model: {kv_heads: 3}", "model.heads = 4 is not divisible by model.kv_heads = 3"),
         ("cluster: {devices_per_node: 8}\ntraining: {tp: 8}", "model.heads = 4 is not divisible by training.tp = 8"),
@@ -82,7 +91,7 @@ def test_each_fault_shows_its_arithmetic(written, message):
 
 
 def test_the_sizes_of_a_given_model_come_from_its_config_json(tmp_path):
-    shape = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 300}
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 300}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert faults(f"model: {{path: '{tmp_path}'}}") == [
         "algorithm.max_prompt_tokens 64 + algorithm.max_response_tokens 256 = 320 tokens, "

@@ -5,6 +5,7 @@ import asyncio
 from collections import Counter
 
 import pytest
+from pretend_cluster import WEIGHTS, Cluster, VirtualTime
 
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Policy, Rollout
@@ -12,7 +13,6 @@ from dynarl.controller.epochs import Epochs
 from dynarl.controller.iteration import Iteration
 from dynarl.hypergraph import journal
 from dynarl.scheduler.policy import capabilities, start_roles
-from pretend_cluster import WEIGHTS, Cluster, VirtualTime
 
 
 def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_share=0.0, reaped=False, minibatches=1, groups=8, size=3,

@@ -1,10 +1,10 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
+from iteration_model import Fault, Model, Work
 
 from dynarl.config.schema import Policy
 from dynarl.scheduler.policy import ROLES, View, capabilities, decide, start_roles
-from iteration_model import Fault, Model, Work
 
 # One way to inference, one to training, and one back to score what came late.
 MOST_FLIPS = 3

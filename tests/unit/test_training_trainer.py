@@ -1,6 +1,7 @@
 """The trainer in this process, alone in its torch world. tests/integration has several of them share the work."""
 
 import random
+import time
 
 import pytest
 
@@ -165,6 +166,11 @@ def test_bfloat16_weights_are_stepped_in_float32(model_dir):
     assert torch.equal(trainer.params["decoder.final_layernorm.weight"], before)
 
 
+def wait_for(saver):
+    while not saver.saved():
+        time.sleep(0.01)
+
+
 def test_a_checkpoint_restores_weights_and_optimizer_bitwise(model_dir, tmp_path):
     trainer = build(model_dir)
 
@@ -179,7 +185,7 @@ def test_a_checkpoint_restores_weights_and_optimizer_bitwise(model_dir, tmp_path
     saver = checkpoint.Saver(trainer.shard)
     saver.save(str(tmp_path))
     expected = steps(trainer, range(3, 6))  # goes on while the state of before is being written
-    saver.saved()
+    wait_for(saver)
     saver.close()
     other = build(model_dir)
     checkpoint.restore(other.shard, str(tmp_path))
@@ -197,7 +203,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(model_dir, tmp_path):
     trainer = build(model_dir)
     saver = checkpoint.Saver(trainer.shard)
     saver.save(str(tmp_path))
-    saver.saved()
+    wait_for(saver)
     saver.close()
     description = tmp_path / "state" / "rank-00000.json"
     description.write_text(description.read_text().replace('"ranks":[0]', '"ranks":[0,1]'))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from troubled_task import DIES, DIES_ONCE, GOOD, HANGS, RAISES
 
 from dynarl import wire
 from dynarl.agent.supervisor import Supervisor
 from dynarl.agent.verifier import NO_VERDICT, Verdict, Verifier
 from dynarl.rpc import Link
-from troubled_task import DIES, DIES_ONCE, GOOD, HANGS, RAISES
 
 ROOT = Path(__file__).parents[2]
 NAME = "n1-environment-0"

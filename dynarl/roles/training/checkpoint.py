@@ -49,11 +49,13 @@ class Saver:
         self._writer.snapshot(State(self.shard, None), Bound(self.shard).scalars())
         self._writing = self._writer.write(Path(directory) / "state", self.shard.layout.ranks)
 
-    def saved(self) -> None:
-        """Wait until it is on disk. Raises what went wrong."""
+    def saved(self) -> bool:
+        """Whether it is on disk by now. Raises what went wrong."""
         if self._writing is None:
             raise RuntimeError("save has not been called")
-        self._writing.result()
+        if self._writing.done():
+            self._writing.result()
+        return self._writing.done()
 
     def close(self) -> None:
         self._writer.close()

@@ -226,14 +226,15 @@ class TrainingWorker(TransitionSide, Worker):
         return {"bytes": os.path.getsize(os.path.join(model_dir, WEIGHTS_FILE)), "digest": digest_weights(model_dir)}
 
     def do_save(self, dir: str) -> None:
-        """Copy the state of this owner and begin to write it; `saved` waits for the end of that."""
+        """Copy the state of this owner and begin to write it; ask `saved` whether it is on disk."""
         if self._saver is None:
             self._saver = checkpoint.Saver(self.trainer.shard)
         self._saver.save(dir)
 
-    def do_saved(self) -> None:
-        if self._saver is not None:
-            self._saver.saved()
+    def do_saved(self) -> bool:
+        if self._saver is None:
+            raise RuntimeError("nothing is being saved here")
+        return self._saver.saved()
 
     def _close_saver(self) -> None:
         if self._saver is not None:
