@@ -192,7 +192,7 @@ class Fleet:
         together(workers, "prepared", limit_s=30.0)
         together(workers, "reserve", scalars=self.owners[0].call("scalars"))
         before_transfer()
-        moved = together(workers, "transfer")
+        moved = together(workers, "transfer", limit_s=20.0)
         before_digests()
         digests = together(workers, "digests")
         source, target = (add_digests(each[side] for each in digests) for side in ("source", "target"))

@@ -9,7 +9,9 @@ sides cut them by the same rule.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from dynarl.vps.box import volume
 from dynarl.vps.spec import ModelSpec
 
 LIMIT_BYTES = 64 << 20
+LIMIT_S = 300.0
 
 
 class TensorEndpoint(Protocol):
@@ -40,11 +43,14 @@ def execute(
     positions: Mapping[int, int],
     device: torch.device,
     limit_bytes: int = LIMIT_BYTES,
+    limit_s: float = LIMIT_S,
 ) -> int:
     """Do all that `plan` (a dynarl.vps.plan.Plan) asks of `rank`. All its ranks must call. Returns bytes received.
 
-    positions: of each rank of the plan in `group`.
+    positions: of each rank of the plan in `group`. Raises RuntimeError when a peer is gone, or has not come within
+    `limit_s` from the start on: it may wait for one that is gone. The group is of no use then.
     """
+    deadline = time.monotonic() + limit_s
     staging = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
     received = 0
     for step in plan.steps(rank):
@@ -60,6 +66,7 @@ def execute(
                     staging,
                     group,
                     positions[exchange.peer],
+                    deadline,
                 )
         endpoint.copy_local(Derive(fragment) for fragment in step.derive)
     return received
@@ -88,6 +95,7 @@ def _exchange(
     staging: list[torch.Tensor],
     group: dist.ProcessGroup,
     peer: int,
+    deadline: float,
 ) -> int:
     sending, receiving = (num_bytes(spec, some) for some in (out, into))
     for i, size in enumerate((sending, receiving)):
@@ -107,7 +115,7 @@ def _exchange(
     if grouped:
         works = [group._end_coalescing(mine.device)]
     for work in works:
-        work.wait()
+        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     if receiving:
         endpoint.unpack_tensor(into, theirs)
     return receiving

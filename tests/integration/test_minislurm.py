@@ -90,7 +90,8 @@ def test_down_cleans_up_after_an_up_that_was_killed(state_dir, after_s):
 def test_up_that_is_interrupted_takes_back_what_it_began(state_dir):
     for number in (signal.SIGINT, signal.SIGTERM):
         command = [MINISLURM, "up", "--nodes", "4", "--cpu-quota", "0.05", "--state-dir", state_dir]
-        with subprocess.Popen(command) as starting:
+        # Where this suite runs in the background of a shell, Ctrl-C is ignored, and children inherit that.
+        with subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as starting:
             deadline = time.monotonic() + 20
             while (cluster := record.load(Paths.of(state_dir))) is None or not cluster.inits.get("n1"):
                 assert time.monotonic() < deadline

@@ -133,14 +133,14 @@ class Trainer:
             self._next_bytes, self._allocated = self.next.release() + moments, False
         return self._next_bytes
 
-    def transfer(self, kinds: Sequence[str]) -> int:
+    def transfer(self, kinds: Sequence[str], limit_s: float) -> int:
         """Move the state over torch's process groups, from the source to the next layout. Returns bytes received."""
         if self._connecting is None or self._connecting.both is None:
             raise RuntimeError("prepare has not been called, or this rank is in neither layout")
         source, layout = self._connecting.source, self._connecting.layout
         plan = plan_for_rank(self.arch.spec, source, layout, self.world.rank, kinds=kinds)
         positions = {rank: i for i, rank in enumerate(plan.ranks)}
-        return execute(plan, self.state(), self.world.rank, self._connecting.both, positions, self.device)
+        return execute(plan, self.state(), self.world.rank, self._connecting.both, positions, self.device, limit_s=limit_s)
 
     def allocate(self, scalars: dict[str, Any]) -> None:
         """Give the next shard memory, zeros all of it, and what moves beside the tensors: a source rank's `scalars()`.

@@ -36,6 +36,7 @@ from dynarl.roles.training.state import State
 from dynarl.roles.training.trainer import Trainer, add_stats
 from dynarl.roles.worker import Worker, main
 from dynarl.transport.planning import RankPlan, Request, layout_of
+from dynarl.transport.torch_p2p import LIMIT_S
 from dynarl.transport.worker_side import TransitionSide
 from dynarl.vps.digest import WEIGHTS_FILE, digest_weights
 from dynarl.vps.layout import ALL_KINDS
@@ -136,8 +137,8 @@ class TrainingWorker(TransitionSide, Worker):
     def do_reserve(self, scalars: dict[str, Any]) -> None:
         self.trainer.allocate(scalars)
 
-    def do_transfer(self) -> dict[str, int]:
-        return {"bytes_received": self.trainer.transfer(ALL_KINDS)}
+    def do_transfer(self, limit_s: float = LIMIT_S) -> dict[str, int]:
+        return {"bytes_received": self.trainer.transfer(ALL_KINDS, limit_s)}
 
     def do_digests(self) -> dict[str, dict[str, int]]:
         """{"source": ..., "target": ...}; see state.Bound.digests. A side that this rank has no part in is {}."""
