@@ -184,7 +184,7 @@ async def main(scenario: str, directory: Path) -> dict:
         result["error"] = f"{type(error).__name__}: {error}"
     # What the controller does: an error anywhere means an abort everywhere.
     if fault:
-        await transitions.abort(key, "another node failed", 5.0)
+        await transitions.abort(key, "another node failed", nodes, 5.0)
         result["left"] = (
             sorted(str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file()) if staging.exists() else []
         )
