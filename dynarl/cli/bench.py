@@ -82,8 +82,6 @@ def vps(output_format: str, parts: tuple[str, ...], link_rate: str | None) -> No
 
 def _show_moves(figures: dict) -> None:
     """One line for each comparison."""
-    import statistics
-
     lines = []
     if "state" in figures:
         lines += [(f"optimizer state, {name}", ratio) for name, ratio in figures["state"]["times_faster"].items()]
@@ -100,7 +98,7 @@ def _show_moves(figures: dict) -> None:
     if "sync" in figures:
         sync = figures["sync"]
         click.echo(
-            f"Weights of a model of {sync['parameters']:,} parameters to four nodes: {statistics.median(sync['ms']):.1f} ms, "
+            f"Weights of a model of {sync['parameters']:,} parameters to four nodes: {sync['median_ms']:.1f} ms, "
             f"the first time {sync['first_ms']:.1f} ms"
         )
 
