@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -42,14 +41,9 @@ def inside_nodes(nodes: Iterable[str], devices_per_node: int, width: int) -> lis
     ]
 
 
-def copies_per_replica(layout: TrainLayout) -> int:
-    """How many copies of the model exchange tokens for their experts."""
-    return math.lcm(layout.tp, layout.etp * layout.ep) // layout.tp
-
-
 def of_layout(layout: TrainLayout, place: Callable[[int], Place]) -> list[Replica]:
     """The replicas of a layout; place: of a rank."""
-    share = copies_per_replica(layout)
+    share = layout.replicas_per_lease
     return [
         Replica(
             tuple(

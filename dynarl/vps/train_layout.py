@@ -19,6 +19,7 @@ ep = 1 and etp = tp experts are in the buffers of the dense parameters, else in 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -154,6 +155,11 @@ class TrainLayout(Layout):
     def expert_dp(self) -> int:
         """Replicas of each expert."""
         return len(self.ranks) // (self.etp * self.ep * self.pp)
+
+    @property
+    def replicas_per_lease(self) -> int:
+        """How many neighbouring replicas exchange tokens for their experts, and so work on the same samples together."""
+        return math.lcm(self.tp, self.etp * self.ep) // self.tp
 
     @property
     def expert_buffers(self) -> bool:

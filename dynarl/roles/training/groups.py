@@ -10,7 +10,6 @@ ranks; where experts are spread over several replicas, all of these, since each 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from itertools import product
 
@@ -62,7 +61,7 @@ class Groups:
     @property
     def replica(self) -> tuple[int, int]:
         """(number of this replica, of how many) among those that share a lease."""
-        size = replicas_per_lease(self.layout)
+        size = self.layout.replicas_per_lease
         return self.megatron.dp.rank() % size, size
 
 
@@ -100,7 +99,7 @@ def rank_lists(layout: TrainLayout) -> dict[str, list[tuple[int, ...]]]:
     ([(0, 1), (2, 3)], [(0, 4), (1, 5)], [(0, 1, 4, 5), (2, 3, 6, 7)])
     """
     tp, pp, dp, ep, etp, edp = layout.tp, layout.pp, layout.dp, layout.ep, layout.etp, layout.expert_dp
-    together = replicas_per_lease(layout)
+    together = layout.replicas_per_lease
 
     def dense(t: int, d: int, p: int) -> int:
         return layout.ranks[t + tp * (d + dp * p)]
@@ -130,11 +129,6 @@ def rank_lists(layout: TrainLayout) -> dict[str, list[tuple[int, ...]]]:
         "tp_ep_pp": [tuple(expert(t, e, d, p) for p, e, t in product(ps, es, ets)) for d in eds],
         "expt_dp": [tuple(expert(t, e, d, p) for d in eds) for p, e, t in product(ps, es, ets)],
     }
-
-
-def replicas_per_lease(layout: TrainLayout) -> int:
-    """How many neighbouring replicas exchange tokens for their experts, and so work on one lease together."""
-    return math.lcm(layout.tp, layout.etp * layout.ep) // layout.tp
 
 
 def replica_layout(config: Config, size: int) -> TrainLayout:
