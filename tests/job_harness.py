@@ -58,8 +58,11 @@ class JobRun:
         return True
 
     def wait(self, timeout_s: float = 150) -> dict[str, Any]:
-        """The last `run_ended` record, once Slurm has forgotten or ended the job."""
-        state = self.cluster.wait_job(self.job_id, timeout_s)
+        """The last `run_ended` record, once Slurm has forgotten or ended the job; AssertionError with the end of the logs after `timeout_s`."""
+        try:
+            state = self.cluster.wait_job(self.job_id, timeout_s)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from error
         ended = self.records("run_ended")
         assert ended, f"no end in the journal; Slurm says {state}\n{self.story()}"
         return ended[-1]

@@ -87,13 +87,14 @@ class Agent:
         servers = [asyncio.create_task(link.serve()) for link in (self.workers, self.peers, self.controller)]
         await self.controller.emit("", "hello", **self._hello, peer_address=self.peer_address)
         watch = asyncio.create_task(self._watch_controller())
+        progress = asyncio.create_task(self.remapper.keep_going())
         stop = asyncio.create_task(self._stop.wait())
-        done, _ = await asyncio.wait([*servers, watch, stop], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([*servers, watch, progress, stop], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if task is not stop and task.exception() is not None:
                 log.error("agent stops: %s", task.exception(), exc_info=task.exception())
         await self.supervisor.stop_all()
-        for task in servers + [watch, stop]:
+        for task in servers + [watch, progress, stop]:
             task.cancel()
 
     def close(self) -> None:

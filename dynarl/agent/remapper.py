@@ -4,6 +4,9 @@ An idle agent never sits in an MPI call (MPI polls, and would burn a core): the 
 member is ready, then all members enter together. Collectives are started non-blocking and tested with a pause, up to a
 deadline, so a peer that does not come costs the phase and not the job. Only `Create_group` blocks; a watchdog ends the
 agent (and so the step, which the controller relaunches) should it never return.
+
+Between phases MPI is called once in a while: it may still have something to send for a peer that is not done (over a
+connection that was just being made, for one).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from mpi4py import MPI
 
 # Highest tag that MPI promises everywhere is 32767.
 TAG_SPACE = 32000
+# How often MPI is called when nothing goes on.
+PROGRESS_S = 0.05
 
 
 class PhaseTimeout(RuntimeError):
@@ -52,6 +57,12 @@ class Remapper:
     def forget(self, ranks: list[int]) -> None:
         """Drop the communicator of `ranks`: a phase on it was cut short, so the members build a new one together."""
         self._communicators.pop(tuple(sorted(ranks)), None)
+
+    async def keep_going(self) -> None:
+        """Let MPI finish what it began, for ever."""
+        while True:
+            self._world.Iprobe(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)
+            await asyncio.sleep(PROGRESS_S)
 
     async def vote(self, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
         """All members say whether they are ready and which digest they computed (an unsigned 32-bit number).

@@ -5,6 +5,9 @@ soon as its message is packed, in the order of the rounds; nothing blocks. An ag
 message is on the wire, else it sleeps: an idle process must not burn a core in MPI. Messages between ranks of one node
 never come here (see `Carrier`).
 
+A send that has completed may not have left: MPI carries on with it only while it is called. So no agent goes away before
+all have what they wait for; they meet at a barrier at the end.
+
 Tags: both agents of a pair number the messages between them by (round, sender, part), so a message has a tag of its own
 in its transition, and messages of two transitions that follow each other differ too.
 """
@@ -95,7 +98,8 @@ class Exchange:
         timeout_s: float,
         checks: Iterable[Callable[[], None]] = (),
     ) -> dict[str, float]:
-        """Move everything. Returns {"wire_s", "waited_s"}: seconds until the last message had arrived, and asleep.
+        """Move everything; returns when all agents of the communicator have what they wait for, so all of them take part.
+        Returns {"wire_s", "waited_s"}: seconds until the last message had arrived here, and asleep.
 
         The event loop gets its turn every millisecond. Raises Overdue at the deadline, PeerDied when a worker here is
         gone, and what a check raises. After an error the communicator and the mailboxes must not be used again: a late
@@ -106,11 +110,14 @@ class Exchange:
         patience = Patience(timeout_s, f"exchange of transition {transition}", checks)
         began = yielded = time.monotonic()
         wire_s = waited_s = 0.0
-        while not run.done:
+        barrier = None
+        while barrier is None or not barrier.Test():
             if run.advance():
                 patience.moved()
+            elif barrier is None and run.done:
+                barrier = communicator.Ibarrier()
             else:
-                pause = min(patience.next_pause(), WIRE_PAUSE_S if run.posted else LOOP_S)
+                pause = min(patience.next_pause(), WIRE_PAUSE_S if run.posted or barrier else LOOP_S)
                 time.sleep(pause)
                 waited_s += pause
             now = time.monotonic()

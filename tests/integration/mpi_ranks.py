@@ -109,6 +109,7 @@ SCENARIOS = {
     "trainer": (1, TrainLayout(tp=2, dp=2), TrainLayout(tp=1, pp=2, dp=2), ["param", "master", "exp_avg"]),
     "two devices": (2, TrainLayout(tp=2, pp=2, dp=2), TrainLayout(tp=4, dp=2), ["param", "master"]),
     "sync": (1, TrainLayout(tp=2, ranks=(0, 1)), EngineLayout(dp=4, ranks=(4, 5, 6, 7)), ["param"]),
+    "one way": (1, TrainLayout(ranks=(0,)), EngineLayout(dp=1, ranks=(5,)), ["param"]),
 }
 
 
@@ -123,11 +124,23 @@ async def again(transitions, plain, key, nodes, staging, scenario, world, result
     await transitions.finish(key, 30.0)
 
 
+async def late(transitions, key, nodes, staging, directory, index) -> bool:
+    """A run that all agents but the first enter late. Returns whether all had entered when this one was done."""
+    if index:
+        await asyncio.sleep(0.3)
+    (directory / f"entered-{index}").touch()
+    await transitions.run(key, 2, nodes, 10.0, destination=str(staging / "v2" / "model.safetensors"))
+    entered = len(list(directory.glob("entered-*")))
+    await transitions.finish(key, 30.0)
+    return entered == len(nodes)
+
+
 async def main(scenario: str, directory: Path) -> dict:
     # The workers are forked before MPI is started.
     fault = os.environ.get("FAULT", "")
     index = int(os.environ["OMPI_COMM_WORLD_RANK"])
     devices, source, destination, kinds = SCENARIOS[scenario]
+    staged = isinstance(destination, EngineLayout)
     workers = Workers(devices, 0 if fault == "die" and index == 1 else None)
     from mpi4py import MPI
 
@@ -151,7 +164,7 @@ async def main(scenario: str, directory: Path) -> dict:
 
     plain = msgspec.to_builtins(request)
     result: dict = {"rank": index}
-    target = str(staging / "v1" / "model.safetensors") if scenario == "sync" else None
+    target = str(staging / "v1" / "model.safetensors") if staged else None
     key = request.key
     try:
         first = second = None
@@ -167,13 +180,16 @@ async def main(scenario: str, directory: Path) -> dict:
         result["phases"] = await transitions.run(
             key, 1, nodes, float(os.environ.get("LIMIT", 30)), destination=target, verify=True
         )
+        if scenario == "one way":
+            await transitions.finish(key, 30.0)
+            result["all_entered"] = await late(transitions, key, nodes, staging, directory, index)
         result["times_ms"] = []
         if fault == "digest" and index == 1:
             raise ValueError("staged: digest differs")
-        if not fault:
+        if not fault and scenario != "one way":
             await transitions.finish(key, 30.0)
             for number in range(2, 8):
-                target = str(staging / f"v{number}" / "model.safetensors") if scenario == "sync" else None
+                target = str(staging / f"v{number}" / "model.safetensors") if staged else None
                 world.Barrier()
                 began = time.perf_counter()
                 await transitions.prepare(plain, nodes, 30.0)

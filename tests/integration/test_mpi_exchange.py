@@ -54,6 +54,12 @@ def test_weights_arrive_in_the_staged_model_of_every_node(tmp_path):
     assert len({r["phases"]["digests"]["staged"] for r in results}) == 1
 
 
+def test_no_agent_goes_away_while_another_waits(tmp_path):
+    # MPI sends on only while it is called: the sender of the last message may not fall asleep when that is posted.
+    results = run("one way", tmp_path, RING=str(1 << 20))
+    assert all("error" not in result and result["all_entered"] for result in results)
+
+
 def test_a_worker_that_dies_leaves_the_old_state_and_a_clear_error(tmp_path):
     results = run("trainer", tmp_path, FAULT="die", LIMIT="2")
     assert any(word in results[1]["error"] for word in ("w0 is gone", "ended in the middle of a transition"))
