@@ -28,6 +28,9 @@ class NoMPI:
     def forget(self, ranks):
         pass
 
+    async def keep_going(self):
+        await asyncio.Event().wait()
+
 
 class Desk:
     """The controller's end. `deaths`: what the agent reported of its workers."""
