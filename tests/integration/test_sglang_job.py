@@ -44,9 +44,10 @@ def servers(job: JobRun) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def finished(minislurm, tmp_path_factory) -> Iterator[JobRun]:
-    """A job of three iterations in which a node leaves as soon as some answers are there, so that it has others half done."""
+    """A job of three iterations in which a node leaves as soon as some answers are there. Few fit at a time, so that it has
+    others half done then, and more are waiting."""
     job = submit(minislurm(nodes=2), tmp_path_factory.mktemp("sglang") / "runs", "run.iterations=3", "policy.threshold=56",
-                 "policy.dwell_s=0.05")
+                 "policy.dwell_s=0.05", "rollout.max_running=8")
     job.wait(START_S + 120)
     yield job
 
