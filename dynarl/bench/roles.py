@@ -100,7 +100,7 @@ class RolesBench(Job):
         accumulated = time.monotonic()
         await self.trainer.step({g.node for g in groups}, run.counted_tokens(groups), 0.0)
         stepped = time.monotonic()
-        await self.sync_weights()
+        await self.staging.everywhere()
         self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=1)
         ended = time.monotonic()

@@ -211,7 +211,7 @@ class Controller:
         if job.progress.iteration == 0 and not job.progress.warm_start_done:
             return
         try:
-            await asyncio.wait_for(job.save_interrupted(), self.config.cluster.signal_before_s * 0.7)
+            await asyncio.wait_for(job.checkpoints.save_interrupted(), self.config.cluster.signal_before_s * 0.7)
         except Exception as error:
             log.error("no checkpoint on the way out, the newest older one counts: %s: %s", type(error).__name__, error)
 

@@ -12,7 +12,6 @@ import logging
 import math
 import shutil
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,15 @@ from dynarl import rundir, wire
 from dynarl.config import degrees
 from dynarl.config.schema import Config
 from dynarl.controller import metrics
+from dynarl.controller.checkpoints import Checkpoints
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.iteration import Iteration
+from dynarl.controller.recut import Recut
 from dynarl.controller.replicas import inside_nodes
+from dynarl.controller.staging import Staging
 from dynarl.controller.training import Trainer
-from dynarl.controller.transitions import Moved, Transitions, compare_state
+from dynarl.controller.transitions import Transitions
 from dynarl.controller.warm_start import WarmStart
 from dynarl.controller.workers import JobFailed, Workers
 from dynarl.dataflow.ledger import Group
@@ -36,20 +38,14 @@ from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities, start_roles
-from dynarl.transport.files import write_durably
 from dynarl.transport.hf import export_model
 from dynarl.transport.planning import Request, describe
-from dynarl.vps.layout import ALL_KINDS, EngineLayout, Layout
-from dynarl.vps.train_layout import TrainLayout
+from dynarl.vps.layout import Layout
 
 log = logging.getLogger(__name__)
 
-
 # A failed call comes before the report of the death that caused it.
 DEATH_NOTICE_S = 0.3
-RECUT_TIMEOUT_S = 300.0
-# A layout that was cancelled so often, at the start of as many iterations, is not tried again.
-RECUT_ATTEMPTS = 3
 
 
 @dataclass
@@ -77,17 +73,11 @@ class Job:
         self.weights = Weights(0, "")
         self.may: dict[str, frozenset[str]] = {}
         self.offers = self.may  # roles that a node may be given; without training where no replica fits
-        self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
-        self._planning: asyncio.Future | None = None  # its plan
-        self.staging = asyncio.Lock()  # held while staged weights come and go; whoever reads them outside an epoch holds it
-        self.staged: dict[str, int] = {}  # newest version on each node
-        self._checked: TrainLayout | None = None  # the layout whose staged weights were compared with the trainer's
-        self._refused: Counter[TrainLayout] = Counter()  # how often a layout was cancelled
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
         self._resume_from, self._first_epoch = resume_from, first_epoch
         self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self.workers = Workers(self)
-        self._writing: asyncio.Future | None = None  # the checkpoint that is being written
+        self.staging, self.checkpoints, self._recut = Staging(self), Checkpoints(self), Recut(self)
         self.last_event = self.step_started = time.monotonic()
 
     # --- start
@@ -109,8 +99,7 @@ class Job:
         """Trainer, roles and progress as in `checkpoint`; without one, from the beginning."""
         source = await self._initial_model()
         version = self.weights.version + 1
-        await self.fleet.call_each(self.home, "stage", version=version, source=str(source))
-        self.staged = dict.fromkeys(self.home, version)
+        await self.staging.load(str(source), version)
         self.progress = Progress()
         if checkpoint:
             self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
@@ -118,8 +107,7 @@ class Job:
         was = self.progress.layout
         start = degrees.parse(was) if was else degrees.first(self.config.training)
         self.trainer = Trainer(self.config, self.fleet, self.home, self.may, start)
-        self._prepared = self._checked = None
-        self._offer()
+        self.offer()
         await self.trainer.build(version)
         if checkpoint:
             self.journal.append("resumed", iteration=self.progress.iteration, checkpoint=str(checkpoint), durable=True)
@@ -127,7 +115,7 @@ class Job:
         self.weights = Weights(version, "")
         # The weights leave the trainer once before anything else, so that every node has the trainer's own digest of
         # them.
-        await self.sync_weights()
+        await self.staging.everywhere()
         config = self.config
         if config.algorithm.kl_loss_coef > 0 and config.warm_start.steps and self.progress.warm_start_done:
             await self.workers.make_reference()
@@ -151,9 +139,14 @@ class Job:
             self.journal.append("resumed", iteration=0, checkpoint=None, durable=True)
         await self._load_state(checkpoint)
 
+    @property
+    def model_dir(self) -> Path:
+        """The initial model; its config.json and tokenizer are those of all later ones."""
+        return self.run_dir / "model"
+
     async def _initial_model(self) -> Path:
         """The initial model in Hugging Face form: a copy of model.path, or a fresh small one."""
-        target = self.run_dir / "model"
+        target = self.model_dir
         if (target / "model.safetensors").exists():
             return target
         target.mkdir(exist_ok=True)
@@ -192,14 +185,14 @@ class Job:
         if config.task.eval_size and not progress.evaluated_start:
             await self.evaluate("start")
         while progress.iteration < config.run.iterations:
-            await self.recut(progress.iteration + 1)
+            await self._recut.before(progress.iteration + 1)
             await self.iterate(progress.iteration + 1)
             if config.checkpoint.every and progress.iteration % config.checkpoint.every == 0:
-                await self.checkpoint()
+                await self.checkpoints.begin()
         if config.task.eval_size:
             await self.evaluate("end")
-        await self.checkpoint()
-        await self.checkpoint_written()
+        await self.checkpoints.begin()
+        await self.checkpoints.written()
 
     async def warm_start(self) -> None:
         """Supervised steps on the task's own demonstrations."""
@@ -208,8 +201,8 @@ class Job:
         self.stage = None
         self.progress.warm_start_done = True
         self.journal.append("warm_start_done", steps=self.config.warm_start.steps, loss=loss, durable=True)
-        await self.sync_weights()
-        await self.checkpoint()
+        await self.staging.everywhere()
+        await self.checkpoints.begin()
         if self.config.algorithm.kl_loss_coef > 0:
             await self.workers.make_reference()
             await self.workers.load_reference()
@@ -237,7 +230,8 @@ class Job:
         self.progress.evaluated_start = True
         await self.fleet.call_each(self.home, "forget", iteration=0)
 
-    def _offer(self) -> None:
+    def offer(self) -> None:
+        """Roles that nodes are given from here on: without training where no replica of the present layout fits."""
         lent = {node for replica in self.trainer.replicas for node in replica.nodes}
         self.offers = {
             node: may if node in lent or self.home[node] == "training" else may - {"training"}
@@ -264,7 +258,7 @@ class Job:
         self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
         groups = list(run.ledger.groups.values())
         size = len(groups) // algorithm.minibatches
-        away = self._away()
+        away = self.away()
         stepped = []
         for index in range(algorithm.minibatches):
             batch = groups[index * size:(index + 1) * size]
@@ -273,91 +267,20 @@ class Job:
             stepped.append(await self._step(number, run, batch))
             if index + 1 < algorithm.minibatches:
                 # Inference still scores with the weights that generated.
-                await self.refresh_trainers(
+                await self.staging.refresh_trainers(
                     [n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version
                 )
                 run.training_weights = self.weights
         ended = time.monotonic()
         self.progress.iteration = number
-        await self.sync_weights()
+        await self.staging.everywhere()
         self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=number)
         self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
 
-    async def recut(self, number: int) -> None:
-        """Change the trainer's layout, if another one begins with iteration `number`; and begin to build the one that
-        begins after it. Cancelled, the old layout goes on: nothing of it is touched before the new one is verified."""
-        layout = self.trainer.layout_of(degrees.at(self.config.training, number))
-        if layout != self.trainer.layout and self._refused[layout] < RECUT_ATTEMPTS:
-            await self._recut(number, layout)
-        following = self.trainer.layout_of(degrees.at(self.config.training, number + 1))
-        if following != self.trainer.layout and self._refused[following] < RECUT_ATTEMPTS:
-            try:
-                await self.trainer.prepare(following)
-            except (wire.CallError, TimeoutError) as error:
-                await self._stay(number + 1, following, error)
-                return
-            self._prepared = following
-            self._planning = asyncio.ensure_future(self.transitions.plan(self._transition(following, list(ALL_KINDS))))
-
-    async def _recut(self, number: int, layout: TrainLayout) -> None:
-        text, began, trainer = str(degrees.at(self.config.training, number)), time.monotonic(), self.trainer
-        phases: dict[str, float] = {}
-        self.journal.append("layout_proposed", iteration=number, layout=text)
-        try:
-            if self._prepared != layout:
-                await trainer.prepare(layout)
-            elif self._planning is not None:
-                await self._planning
-            num_bytes = await trainer.prepared(RECUT_TIMEOUT_S)
-            phases["prepare_ms"] = 1e3 * (time.monotonic() - began)
-            stopped = time.monotonic()
-            await trainer.reserve()
-            phases["allocate_ms"] = 1e3 * (time.monotonic() - stopped)
-            moved = await self.transitions.carry_out(self._transition(layout, list(ALL_KINDS)), RECUT_TIMEOUT_S)
-            phases |= moved.phases
-            differing = compare_state(moved.digests)
-            if differing:
-                await self.transitions.abort(moved.key, f"digests differ: {differing}")
-                raise wire.CallError(f"what arrived is not what was sent: {differing}")
-        except (wire.CallError, TimeoutError) as error:
-            await self._stay(number, layout, error)
-            return
-        await self._finish_writing()  # the copy that is being written is the old layout's
-        await self.workers.settled()  # borrowed workers are built anew; not beside their revival
-        # From here on a fault leads back to the newest checkpoint, which any layout can read.
-        async with self.critical:
-            await self.transitions.finish(moved)
-            await trainer.adopt(layout, self.weights.version, self._away())
-            await self._put_to_sleep()
-            self._offer()
-            self._prepared = None
-            self.progress.layout = text
-        self.journal.append(
-            "layout_committed", iteration=number, layout=text, phases=phases, bytes=moved.num_bytes,
-            bytes_reserved=num_bytes, pause_ms=1e3 * (time.monotonic() - stopped), durable=True,
-        )
-        log.info("the trainer is in layout %s after %.0f ms", text, 1e3 * (time.monotonic() - began))
-
-    async def _stay(self, number: int, layout: TrainLayout, error: Exception) -> None:
-        """The old layout goes on."""
-        await self.trainer.discard()
-        self._prepared = None
-        self._refused[layout] += 1
-        text = str(degrees.at(self.config.training, number))
-        self.journal.append("layout_cancelled", iteration=number, layout=text, reason=str(error), durable=True)
-        log.warning("the trainer stays as it is: %s", error)
-
-    def _away(self) -> frozenset[str]:
+    def away(self) -> frozenset[str]:
         """Nodes whose training workers are not there now."""
         return frozenset(node for node, role in self.workers.down if role == "training")
-
-    async def _put_to_sleep(self) -> None:
-        """Training workers that were built on nodes whose role is another one."""
-        idle = {p[0] for p in self.trainer.borrowed if self.epochs.roles[p[0]] != "training"} - self._away()
-        await asyncio.gather(
-            *(self.fleet.worker(n, "training", d, "sleep") for n, d in self.trainer.borrowed if n in idle)
-        )
 
     def draw(self, number: int) -> list[str]:
         """Sample ids of an iteration: the next prompts of the training split, each `group_size` times."""
@@ -395,48 +318,9 @@ class Job:
 
     # --- weights and roles
 
-    async def sync_weights(self) -> None:
-        """Trainer -> staging of every node. Roles read it from there when they become active."""
-        await self.workers.settled()  # they read the weights that go out of use now
-        await self._stage_weights(list(self.home), keep=[])
-
-    async def _stage_weights(self, nodes: list[str], keep: list[int]) -> None:
-        """The trainer's weights, as the next version, to `nodes`; other versions than that and `keep` are dropped there."""
-        async with self.staging:
-            await self._stage_next(nodes, keep)
-
-    async def _stage_next(self, nodes: list[str], keep: list[int]) -> None:
-        version, places = self.weights.version + 1, self.trainer.places
-        staged = [places.staging_rank(self.trainer.nodes.index(node)) for node in nodes]
-        request = self._transition(EngineLayout(dp=len(staged), ranks=tuple(staged)), ["param"])
-        moved = await self.transitions.carry_out(request, version=version)
-        found = {node: moved.digests[node]["staged"] for node in nodes}
-        if len(set(found.values())) != 1:
-            await self.transitions.abort(moved.key, "staged weights differ")
-            raise JobFailed(f"weights of version {version} differ after they were staged: {found}")
-        if self._checked != self.trainer.layout:
-            await self._check_staged(moved)
-        await self.transitions.finish(
-            moved, version=version, source=str(self._small_files()), keep=[version, *keep]
-        )
-        self.weights = Weights(version, found[nodes[0]])
-        self.staged |= dict.fromkeys(nodes, version)
-        await asyncio.gather(
-            *(self.fleet.call(n, "loaded", role="training", version=version) for n in self.trainer.owner_nodes)
-        )
-
-    async def _check_staged(self, moved: Moved) -> None:
-        """Once for each layout: that what was staged is, tensor by tensor and place by place, what the trainer has. The
-        digest of every later version says only that all nodes have the same."""
-        wanted, found = await self.trainer.parameter_digest(), await self.transitions.staged_digests(moved)
-        if wrong := [node for node, digests in found.items() if digests["param"] != wanted]:
-            await self.transitions.abort(moved.key, "staged weights are not the trainer's")
-            raise JobFailed(f"what was staged on {', '.join(wrong)} is not what the trainer has")
-        self._checked = self.trainer.layout
-
-    def _transition(self, destination: Layout, kinds: list[str]) -> Request:
+    def transition(self, destination: Layout, kinds: list[str]) -> Request:
         """From the trainer's layout to another one."""
-        model = json.loads((self._small_files() / "config.json").read_text())
+        model = json.loads((self.model_dir / "config.json").read_text())
         dtype = self.config.model.dtype
         return Request(
             model=model | {"dtype": dtype, "torch_dtype": dtype},
@@ -446,19 +330,6 @@ class Job:
             num_nodes=self.trainer.places.num_nodes,
             devices_per_node=self.trainer.places.devices_per_node,
         )
-
-    def _small_files(self) -> Path:
-        return self.run_dir / "model"
-
-    async def refresh_trainers(self, nodes: list[str], keep: int | None = None) -> None:
-        """New weights for the trainers on `nodes` alone; version `keep` stays staged beside them, for roles that still
-        use it.
-        """
-        await self.workers.settled()
-        # The owners' nodes too: a replica that is built there later starts from what is staged.
-        everybody = [n for n in self.home if keep is not None or n in nodes or n in self.trainer.owner_nodes]
-        await self._stage_weights(everybody, keep=[] if keep is None else [keep])
-        await self.fleet.call_each(nodes, "refresh", version=self.weights.version)
 
     async def enter(self, roles: dict[str, str], reason: str) -> None:
         """Change to these roles, all on the newest weights. A worker that dies on the way is waited for."""
@@ -475,55 +346,6 @@ class Job:
                     raise
                 log.warning("%s; trying again", error)
                 await asyncio.sleep(DEATH_NOTICE_S)
-
-    # --- checkpoints
-
-    async def checkpoint(self) -> None:
-        """Begin to save everything that the next start needs. The state is copied now and written while the job goes on;
-        the marker comes last. A former checkpoint that is still being written is waited for; if it fails, this one is the
-        next chance."""
-        await self._finish_writing()
-        path = rundir.checkpoint(self.run_dir, self.progress.iteration)
-        if (path / rundir.COMPLETE).exists():
-            return
-        if path.exists():
-            shutil.rmtree(path)
-        (path / "model").mkdir(parents=True)
-        await self.trainer.snapshot(path)
-        self._writing = asyncio.ensure_future(self._write_checkpoint(path, json.dumps(vars(self.progress))))
-
-    async def _write_checkpoint(self, path: Path, progress: str) -> None:
-        began, iteration = time.monotonic(), rundir.checkpoint_iteration(path)
-        for file in Path(self._small_files()).iterdir():
-            if file.is_file() and ".safetensors" not in file.name:  # an index of several neither
-                await asyncio.to_thread(shutil.copyfile, file, path / "model" / file.name)
-        write_durably(path / "progress.json", progress.encode())
-        await self.trainer.saved()
-        rundir.mark_complete(path)
-        self.journal.append("checkpoint_saved", iteration=iteration, path=str(path), durable=True)
-        rundir.prune_checkpoints(self.run_dir, self.config.checkpoint.keep)
-        log.info("checkpoint %s written in %.2f s", path.name, time.monotonic() - began)
-
-    async def checkpoint_written(self) -> None:
-        """Wait for a checkpoint that is being written. Raises CallError where that failed."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await writing
-
-    async def _finish_writing(self) -> None:
-        """As `checkpoint_written`, but a failure is recorded and otherwise left: the state itself is sound."""
-        try:
-            await self.checkpoint_written()
-        except (wire.CallError, TimeoutError, OSError) as error:
-            self.journal.append("checkpoint_failed", reason=str(error), durable=True)
-            log.error("a checkpoint could not be written: %s", error)
-
-    async def save_interrupted(self) -> None:
-        """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done: then the
-        weights are ahead of any whole iteration, and the newest older checkpoint stays what the next start uses."""
-        if self.config.algorithm.minibatches == 1 or self.stage is None:
-            await self.checkpoint()
-        await self.checkpoint_written()
 
     # --- events
 
@@ -569,7 +391,5 @@ class Job:
         await self.fleet.stop()
 
     def _give_up_background(self) -> None:
-        for task in (self._writing, self._planning):
-            if task is not None:
-                task.cancel()
-        self._writing = self._planning = None
+        self.checkpoints.give_up()
+        self._recut.give_up()

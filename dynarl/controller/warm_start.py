@@ -46,7 +46,7 @@ class WarmStart:
             async with job.critical:
                 await job.trainer.step(set(nodes), int(tokens), supervised_lr(config.lr, step, config.steps))
             if not alone:
-                await job.refresh_trainers(nodes)
+                await job.staging.refresh_trainers(nodes)
             job.writer.log(
                 0,
                 {

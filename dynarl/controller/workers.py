@@ -189,7 +189,7 @@ class Workers:
 
     async def make_reference(self) -> None:
         """The reference of the KL term is the model after the warm start. It appears by a rename, so it is whole."""
-        await self._job.checkpoint_written()
+        await self._job.checkpoints.written()
         target, part = self._job.run_dir / "reference", self._job.run_dir / "reference.part"
         if target.exists():
             return
@@ -249,13 +249,13 @@ class Workers:
         """Fresh workers of a role on one node, on the weights of its role; these do not change before it is done."""
         await self._job.fleet.call(node, "kill_workers", role=role)  # what is left of a tensor-parallel replica is of no use
         await self.start(node, role)
-        async with self._job.staging:  # the version that is read stays meanwhile
+        async with self._job.staging.lock:  # the version that is read stays meanwhile
             await self._load_again(node, role)
         self.down.discard((node, role))
 
     async def _load_again(self, node: str, role: str) -> None:
         if role == "training":
-            version = self._job.staged[node]  # may be an older one than the newest; that comes when the node is entered
+            version = self._job.staging.versions[node]  # may be an older one than the newest; that comes when the node is entered
             await self._job.trainer.build_node(node, version)
             await self._job.fleet.call(node, "loaded", role=role, version=version)
             if self._job.epochs.roles[node] != role:
@@ -267,4 +267,4 @@ class Workers:
         else:
             # After the first minibatch trainers are ahead of the weights that generate and score.
             weights = self._job.stage.weights if isinstance(self._job.stage, Iteration) else self._job.weights
-            await self.prepare(node, role, min(weights.version, self._job.staged[node]))
+            await self.prepare(node, role, min(weights.version, self._job.staging.versions[node]))

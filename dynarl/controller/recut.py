@@ -1,0 +1,126 @@
+"""The trainer from one layout to the next, between two iterations; what the next one needs is built an iteration ahead.
+
+Cancelled, the old layout goes on: nothing of it is touched before the new one is verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from dynarl.config import degrees
+from dynarl.controller.transitions import Moved, compare_state
+from dynarl.vps.layout import ALL_KINDS
+from dynarl.vps.train_layout import TrainLayout
+from dynarl.wire import CallError
+
+if TYPE_CHECKING:
+    from dynarl.controller.job import Job
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 300.0
+# A layout that was cancelled so often, at the start of as many iterations, is not tried again.
+ATTEMPTS = 3
+
+
+class Recut:
+    """Layout changes of one job, as training.layouts says."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
+        self._planning: asyncio.Future | None = None  # its plan
+        self._refused: Counter[TrainLayout] = Counter()  # how often a layout was cancelled
+
+    async def before(self, number: int) -> None:
+        """Change the layout, if another one begins with iteration `number`; and begin to build the one that begins
+        after it."""
+        job, trainer = self._job, self._job.trainer
+        layout = trainer.layout_of(degrees.at(job.config.training, number))
+        if layout != trainer.layout and self._refused[layout] < ATTEMPTS:
+            await self._change(number, layout)
+        following = trainer.layout_of(degrees.at(job.config.training, number + 1))
+        if following != trainer.layout and self._refused[following] < ATTEMPTS:
+            try:
+                await trainer.prepare(following)
+            except (CallError, TimeoutError) as error:
+                await self._stay(number + 1, following, error)
+                return
+            self._prepared = following
+            self._planning = asyncio.ensure_future(job.transitions.plan(job.transition(following, list(ALL_KINDS))))
+
+    async def _change(self, number: int, layout: TrainLayout) -> None:
+        job, began = self._job, time.monotonic()
+        text = str(degrees.at(job.config.training, number))
+        phases: dict[str, float] = {}
+        job.journal.append("layout_proposed", iteration=number, layout=text)
+        try:
+            num_bytes = await self._ready(layout)
+            phases["prepare_ms"] = 1e3 * (time.monotonic() - began)
+            stopped = time.monotonic()
+            await job.trainer.reserve()
+            phases["allocate_ms"] = 1e3 * (time.monotonic() - stopped)
+            moved = await self._move(layout)
+        except (CallError, TimeoutError) as error:
+            await self._stay(number, layout, error)
+            return
+        await job.checkpoints.settle()  # the copy that is being written is the old layout's
+        await job.workers.settled()  # borrowed workers are built anew; not beside their revival
+        # From here on a fault leads back to the newest checkpoint, which any layout can read.
+        async with job.critical:
+            await job.transitions.finish(moved)
+            await job.trainer.adopt(layout, job.weights.version, job.away())
+            await self._put_to_sleep()
+            job.offer()
+            self._prepared = None
+            job.progress.layout = text
+        job.journal.append(
+            "layout_committed", iteration=number, layout=text, phases=phases | moved.phases, bytes=moved.num_bytes,
+            bytes_reserved=num_bytes, pause_ms=1e3 * (time.monotonic() - stopped), durable=True,
+        )
+        log.info("the trainer is in layout %s after %.0f ms", text, 1e3 * (time.monotonic() - began))
+
+    async def _ready(self, layout: TrainLayout) -> int:
+        """Groups, empty models and the plan are there. Returns the most bytes that a worker will need."""
+        if self._prepared != layout:
+            await self._job.trainer.prepare(layout)
+        elif self._planning is not None:
+            await self._planning
+        return await self._job.trainer.prepared(TIMEOUT_S)
+
+    async def _move(self, layout: TrainLayout) -> Moved:
+        """The state is at both sides, and the same. Raises CallError, TimeoutError."""
+        transitions = self._job.transitions
+        moved = await transitions.carry_out(self._job.transition(layout, list(ALL_KINDS)), TIMEOUT_S)
+        if differing := compare_state(moved.digests):
+            await transitions.abort(moved.key, f"digests differ: {differing}")
+            raise CallError(f"what arrived is not what was sent: {differing}")
+        return moved
+
+    async def _stay(self, number: int, layout: TrainLayout, error: Exception) -> None:
+        """The old layout goes on."""
+        job = self._job
+        await job.trainer.discard()
+        self._prepared = None
+        self._refused[layout] += 1
+        text = str(degrees.at(job.config.training, number))
+        job.journal.append("layout_cancelled", iteration=number, layout=text, reason=str(error), durable=True)
+        log.warning("the trainer stays as it is: %s", error)
+
+    async def _put_to_sleep(self) -> None:
+        """Training workers that were built on nodes whose role is another one."""
+        job = self._job
+        idle = {p[0] for p in job.trainer.borrowed if job.epochs.roles[p[0]] != "training"} - job.away()
+        await asyncio.gather(
+            *(job.fleet.worker(n, "training", d, "sleep") for n, d in job.trainer.borrowed if n in idle)
+        )
+
+    def give_up(self) -> None:
+        """Forget what is being built: the trainer is new, or the job ends."""
+        if self._planning is not None:
+            self._planning.cancel()
+        self._prepared = self._planning = None
