@@ -98,7 +98,9 @@ class RolesBench(Job):
         await self.trainer.begin(1, "grpo")
         await run.accumulate(groups)
         accumulated = time.monotonic()
-        await self.trainer.step({g.node for g in groups}, run.counted_tokens(groups), 0.0)
+        contributors = {g.node for g in groups}
+        await run.train_on({*self.trainer.owner_nodes, *contributors})
+        await self.trainer.step(contributors, run.counted_tokens(groups), 0.0)
         stepped = time.monotonic()
         await self.staging.everywhere()
         self.stage = None

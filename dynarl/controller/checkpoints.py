@@ -42,6 +42,7 @@ class Checkpoints:
         if path.exists():
             shutil.rmtree(path)
         (path / "model").mkdir(parents=True)
+        await self._job.wake_owners()
         await self._job.trainer.snapshot(path)
         self._writing = asyncio.ensure_future(self._write(path, json.dumps(vars(self._job.progress))))
 

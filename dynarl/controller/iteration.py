@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable
+from typing import Any, Awaitable, Callable, Iterable
 
 from dynarl import wire
 from dynarl.config.schema import Config, Policy
@@ -380,6 +380,12 @@ class Iteration:
             self._last_change = time.monotonic()
             self._change = None
             self._wake()
+
+    async def train_on(self, nodes: Iterable[str]) -> None:
+        """These nodes have the training role when this returns: whoever has gradients or steps must be awake for that."""
+        if moves := {node: "training" for node in nodes if self._epochs.roles[node] != "training"}:
+            self._leaving |= set(moves)
+            await self._move(moves)
 
     def _take_back(self, outcome: Outcome) -> None:
         for node, given_up in outcome.given_up.items():

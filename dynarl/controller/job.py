@@ -291,6 +291,7 @@ class Job:
 
     async def _step(self, number: int, run: Iteration, batch: list[Group]) -> dict[str, float]:
         contributors = {group.node for group in batch}
+        await run.train_on({*self.trainer.owner_nodes, *contributors})
         tokens = run.counted_tokens(batch)
         began = time.monotonic()
         async with self.critical:
@@ -317,6 +318,11 @@ class Job:
         return {**stepped, "version": self.progress.step, "tokens": tokens, "seconds": time.monotonic() - began}
 
     # --- weights and roles
+
+    async def wake_owners(self) -> None:
+        """The trainer's state is in the memory of its devices, which may have had another role."""
+        if asleep := [n for n in self.trainer.owner_nodes if self.epochs.roles[n] != "training"]:
+            await self.enter(dict.fromkeys(asleep, "training"), "the trainer's state is needed")
 
     def transition(self, destination: Layout, kinds: list[str]) -> Request:
         """From the trainer's layout to another one."""

@@ -58,6 +58,7 @@ class Recut:
         text = str(degrees.at(job.config.training, number))
         phases: dict[str, float] = {}
         job.journal.append("layout_proposed", iteration=number, layout=text)
+        await job.wake_owners()
         try:
             num_bytes = await self._ready(layout)
             phases["prepare_ms"] = 1e3 * (time.monotonic() - began)

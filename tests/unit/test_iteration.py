@@ -36,6 +36,9 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         share = len(names) // minibatches
         for batch in (names[i * share:(i + 1) * share] for i in range(minibatches)):
             await iteration.accumulate(batch)
+            needed = {n for n, role in home.items() if role == "training"} | {group.node for group in batch}
+            await iteration.train_on(needed)  # or what they hold would be out of reach when the optimizer steps
+            assert chaos_share or all(cluster.agents[n].active == "training" for n in needed)
             total = Counter()
             for node in {group.node for group in batch}:
                 total += cluster.agents[node].buffer

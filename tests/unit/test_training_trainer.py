@@ -69,6 +69,30 @@ def gradients(trainer, samples):
     return trainer.gradient_buffers()[0].clone(), stats
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gradients_outlast_a_sleep_in_which_nothing_can_be_done(model_dir, device, monkeypatch):
+    trainer = build(model_dir)
+    sums, _ = gradients(trainer, [sample("a")])
+    before = weights_of(trainer)
+    if device == "cuda":  # its way through host memory, taken by tensors of the CPU
+        monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        trainer.device = torch.device("cuda")
+    trainer.sleep()
+    assert (trainer.shard.buffers[0].grad_data.untyped_storage().nbytes() == 0) == (device == "cuda")
+    for touch in (lambda: trainer.step(20, 1e-3), trainer.gradient_buffers, trainer.digests, trainer.scalars,
+                  lambda: trainer.train([[sample("b")]])):
+        with pytest.raises(RuntimeError, match="training rank 0 sleeps; its node has to enter the training role"):
+            touch()
+    trainer.wake()
+    assert torch.equal(trainer.gradient_buffers()[0], sums)
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+    trainer.sleep()
+    trainer.begin("grpo")
+    trainer.wake()
+    assert not trainer.gradient_buffers()[0].any()
+
+
 def test_a_masked_sample_leaves_no_trace_in_gradient_loss_or_token_count(model_dir):
     trainer = build(model_dir)
     plain, stats = gradients(trainer, [sample("a")])

@@ -71,6 +71,8 @@ class Trainer:
         self._shard: Shard | None = None
         self.next: Shard | None = None
         self._connecting: _Connecting | None = None
+        self._asleep = self._has_sums = False
+        self._kept_sums: list[Tensor] = []  # gradients, while asleep
         self.loss = "grpo"
         if layout is not None:
             self._shard = Shard(config, self.arch, build_groups(layout, world), self.device, owner)
@@ -87,6 +89,16 @@ class Trainer:
     @property
     def has_shard(self) -> bool:
         return self._shard is not None
+
+    @property
+    def awake(self) -> Shard:
+        """The shard that trains, in memory. Raises RuntimeError while it sleeps: its memory belongs to another role."""
+        self._check_awake()
+        return self.shard
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError(f"training rank {self.world.rank} sleeps; its node has to enter the training role first")
 
     @property
     def groups(self) -> Groups:
@@ -154,14 +166,14 @@ class Trainer:
 
     def state(self) -> State:
         """The state of this rank, of the shard that trains as the source and the next one as the destination."""
-        return State(self._shard, self.next)
+        return State(self.awake if self.has_shard else None, self.next)
 
     def endpoint(self, source: Layout, destination: Layout) -> State:
         """The state of this rank for a plan from one layout to another. Either may be that of the shard that trains,
         that of the next one, or one in which this rank holds nothing."""
 
         def shard_of(layout: Layout) -> Shard | None:
-            for shard in (self._shard, self.next):
+            for shard in (self.awake if self.has_shard else None, self.next):
                 if shard is not None and isinstance(layout, TrainLayout):
                     mine = shard.layout
                     if dataclasses.replace(layout, kinds=mine.kinds, shards=mine.shards) == mine:
@@ -178,7 +190,7 @@ class Trainer:
 
     def scalars(self) -> dict[str, Any]:
         """What moves beside the tensors (see state.Bound.scalars)."""
-        return Bound(self.shard).scalars()
+        return Bound(self.awake).scalars()
 
     def digests(self) -> dict[str, dict[str, int]]:
         """Of the shard that trains ("source") and of the next one ("target"); see state.Bound.digests."""
@@ -192,6 +204,7 @@ class Trainer:
             raise RuntimeError("there is nothing to adopt: prepare and allocate have not both been called")
         self._connecting.draft.keep()
         old, self._shard, self.next, self._connecting = self._shard, self.next, None, None
+        self._asleep = False
         if old is not None:
             old.free()
         if self._shard is not None:
@@ -216,7 +229,7 @@ class Trainer:
 
     def load(self, model_dir: str) -> None:
         """Take the weights of a Hugging Face directory."""
-        self.shard.load(model_dir)
+        self.awake.load(model_dir)
 
     def export(self, model_dir: str) -> None:
         """Write the Hugging Face directory. All owners must call; the first one writes."""
@@ -231,18 +244,21 @@ class Trainer:
         if loss not in ("grpo", "sft"):
             raise ValueError(f"loss {loss!r} is neither grpo nor sft")
         self.loss = loss
-        if self._shard is not None:
+        self._has_sums, self._kept_sums = False, []
+        if self._shard is not None and not self._asleep:
             self._shard.ddp.zero_grad_buffer()
 
     def gradient_buffers(self) -> list[Tensor]:
         """The flat float32 gradient sums, without the padding behind them: its size depends on the owners."""
-        return [buffer.grad_data[: buffer.numel_unpadded] for buffer in self.shard.buffers]
+        return [buffer.grad_data[: buffer.numel_unpadded] for buffer in self.awake.buffers]
 
     def train(self, batches: Sequence[Sequence[microbatch.Sample]]) -> list[Stats]:
         """Add the gradients of micro-batches. Returns sums over the tokens (see rl.losses), of each or of all together.
 
         Where this rank works on leases, all ranks of `groups.lease` must call with the same micro-batches.
         """
+        self._check_awake()
+        self._has_sums = True
         if not self.works_on_leases:
             return [self._train_alone(samples) for samples in batches]
         return [self._train_together(batches)]
@@ -336,7 +352,7 @@ class Trainer:
             raise RuntimeError("a borrowed trainer has no optimizer")
         if global_tokens <= 0:
             raise ValueError(f"a step over {global_tokens} tokens has no gradient")
-        ddp = self.shard.ddp
+        ddp = self.awake.ddp
         with host_tensors():
             ddp.scale_gradients(1.0 / global_tokens)
             finalize_model_grads([ddp], None, pg_collection=self.groups.megatron)
@@ -352,24 +368,37 @@ class Trainer:
         return norm
 
     def sleep(self) -> None:
-        """Free the GPU's memory between two batches: weights and optimizer state move to the host, gradients are lost.
+        """Give the GPU's memory to another role: weights, optimizer state and gradient sums, where there are any, move to
+        the host. On the CPU they stay where they are, out of reach all the same.
 
-        Nothing to do on the CPU. With float32 weights the optimizer steps on views of them, so only they move.
+        With float32 weights the optimizer steps on views of them, so only they move.
         """
-        if self.device.type == "cuda" and self.has_shard:
+        if self._asleep:
+            return
+        if self.device.type == "cuda":
+            self._kept_sums = [sums.cpu() for sums in self.gradient_buffers()] if self._has_sums else []
             for buffer in self.shard.buffers:
                 buffer.offload_to_cpu()
             if self.optimizer is not None and self.config.model.dtype != "float32":
                 self.optimizer.offload_to_cpu()
             torch.cuda.empty_cache()
+        self._asleep = True
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        if self.device.type == "cuda" and self.has_shard:
+        if not self._asleep:
+            return
+        self._asleep = False
+        if self.device.type == "cuda":
             for buffer in self.shard.buffers:
-                buffer.reload_from_cpu()
+                buffer.reload_from_cpu()  # gradients are zeros now
             if self.optimizer is not None and self.config.model.dtype != "float32":
                 self.optimizer.restore_from_cpu()
+            for sums, kept in zip(self.gradient_buffers(), self._kept_sums):
+                sums.copy_(kept)
+            self._kept_sums = []
+        if not self._has_sums:  # `begin` may have come meanwhile
+            self.shard.ddp.zero_grad_buffer()
 
 
 class _Connecting:

@@ -229,7 +229,7 @@ class TrainingWorker(TransitionSide, Worker):
     def do_save(self, dir: str) -> None:
         """Copy the state of this owner and begin to write it; ask `saved` whether it is on disk."""
         if self._saver is None:
-            self._saver = checkpoint.Saver(self.trainer.shard)
+            self._saver = checkpoint.Saver(self.trainer.awake)
         self._saver.save(dir)
 
     def do_saved(self) -> bool:
@@ -243,10 +243,10 @@ class TrainingWorker(TransitionSide, Worker):
         self._saver = None
 
     def do_restore(self, dir: str) -> None:
-        checkpoint.restore(self.trainer.shard, dir)
+        checkpoint.restore(self.trainer.awake, dir)
 
     def do_sleep(self) -> None:
-        """Release the device's memory while another role uses it; nothing to release on the CPU."""
+        """Release the device's memory while another role uses it. Gradient sums are kept."""
         if self._trainer is not None and self._trainer.has_shard:
             self.trainer.sleep()
 
