@@ -142,13 +142,14 @@ class Fleet:
         tp: int = 1,
         cut: TrainLayout | None = None,
         dtype: str = "float32",
+        collective_s: float = 60.0,
         **training,
     ):
         Fleet.generation += 1
         self.everyone, self.borrowed = workers, [] if cut else workers[owners:]
         self.name, self.model_dir, self.tp, self.attempts = f"g{Fleet.generation}", model_dir, tp, 0
         self.config = config(tp=tp, **training)
-        self.config.model.dtype = dtype
+        self.config.model.dtype, self.config.failure.collective_s = dtype, collective_s
         store = workers[0].call("serve_store", host="127.0.0.1")
         self._set_layout(cut or layout(tp=tp, dp=owners // tp))
         common = dict(config=msgspec.to_builtins(self.config), store=store, world=self.name, model_dir=model_dir)

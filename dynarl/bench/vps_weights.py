@@ -102,7 +102,7 @@ def main(rank: int, work: Path) -> None:
         store.set("written", "yes")
     store.get("written")
     device = torch_world.compute_device("cpu")
-    world = torch_world.World(store, "bench", rank, device)
+    world = torch_world.World(store, "bench", rank, device, 600.0)
     group = world.group(range(RANKS))
     trainer = Trainer(Config(model=Model(dtype="bfloat16")), str(model_dir), world, SOURCE, owner=True)
     trainer.connect("next", SOURCE, DESTINATION)

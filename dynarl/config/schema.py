@@ -220,6 +220,11 @@ class Failure(Section):
     ] = "restart"
     environment: Annotated[Literal["restart", "end"], doc("as for rollout")] = "restart"
     max_restarts: Annotated[Count, doc("restarts of all workers together before the job ends")] = 8
+    collective_s: Annotated[
+        float,
+        Meta(gt=0.0),
+        doc("a worker that keeps the others of its group waiting for so long is lost; longer than any micro-batch takes"),
+    ] = 180.0
     no_progress_s: Annotated[NonNegative, doc("the job ends when nothing has moved for so long")] = 600.0
 
 

@@ -1,5 +1,6 @@
 """Training and inference workers as processes: between them, and when leases are taken back or a worker is gone."""
 
+import signal
 import time
 
 import msgspec
@@ -163,6 +164,20 @@ def test_logprobs_of_two_tensor_parallel_inference_workers_equal_those_of_one(tm
             results.append([v for s in batch for v in wire.unpack_floats(scored[0]["logprobs"][s["sample"]])])
     assert len(results[0]) == sum(len(s["response"]) // 4 for s in batch)
     assert max(abs(a - b) for a, b in zip(*results)) < 1e-5
+
+
+def test_a_worker_that_stands_still_in_a_collective_keeps_the_others_no_longer_than_the_configuration_says(stage):
+    _, model_dir, _, workers = stage
+    fleet = trainers.Fleet(workers, 2, model_dir, collective_s=2.0)
+    trainers.together(fleet.owners, "begin", step=0, loss="grpo")
+    workers[1].process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(wire.CallError):
+            workers[0].call("step", global_tokens=1.0, lr=0.0)
+        assert 1.5 < time.monotonic() - began < 10.0
+    finally:
+        workers[1].process.send_signal(signal.SIGCONT)
 
 
 def test_a_reduction_with_a_dead_worker_fails_at_once_and_a_new_group_works(stage):

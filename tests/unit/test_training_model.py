@@ -30,7 +30,7 @@ ALONE = TrainLayout(vocab_divisible_by=1)
 
 @pytest.fixture(scope="module")
 def groups():
-    yield build_groups(ALONE, World(dist.HashStore(), "w", 0, torch.device("cpu")))
+    yield build_groups(ALONE, World(dist.HashStore(), "w", 0, torch.device("cpu"), 60.0))
     leave_world()
 
 

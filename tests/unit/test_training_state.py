@@ -28,7 +28,7 @@ KINDS = ("param", "master", "exp_avg", "exp_avg_sq")
 
 @pytest.fixture(scope="module")
 def world():
-    yield World(dist.HashStore(), "w", 0, torch.device("cpu"))
+    yield World(dist.HashStore(), "w", 0, torch.device("cpu"), 60.0)
     leave_world()
 
 

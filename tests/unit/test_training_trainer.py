@@ -24,7 +24,7 @@ WORLD: list[World] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    WORLD.append(World(dist.HashStore(), "w", 0, torch.device("cpu")))
+    WORLD.append(World(dist.HashStore(), "w", 0, torch.device("cpu"), 60.0))
     yield
     leave_world()
 

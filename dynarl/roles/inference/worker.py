@@ -79,7 +79,9 @@ class InferenceWorker(Worker):
         torch_world.use_interface(settings.cluster.interface)
         device = torch_world.compute_device(settings.cluster.device)
         self._policy = self._reference = None
-        entered = torch_world.World(torch_world.connect(store), world, rank, device)
+        entered = torch_world.World(
+            torch_world.connect(store), world, rank, device, settings.failure.collective_s
+        )
         # The scorer's own cut, whatever the trainer's is: tensor-parallel replicas, which need nothing of each other.
         groups = build_groups(replica_layout(settings, size), entered)
         self._policy = Scorer(settings, model_dir, groups, rank, device)

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-# Longer than any wait between two ranks of a healthy step, short enough that a lost peer is noticed.
-TIMEOUT = timedelta(minutes=10)
+# Of whoever looks for a rank that is still starting.
+STORE_TIMEOUT = timedelta(minutes=10)
 
 GroupKey = tuple[tuple[int, ...], str]  # ranks in order, backend
 
@@ -47,7 +47,7 @@ def compute_device(kind: str) -> torch.device:
 
 def serve_store(host: str | None = None) -> tuple[dist.TCPStore, str]:
     """Open a key-value store on a free port. Returns it, which keeps it open, and its address, "host:port"."""
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
     return store, f"{host or os.environ.get('DYNARL_HOST') or socket.gethostname()}:{store.port}"
 
 
@@ -56,18 +56,21 @@ def connect(address: str) -> dist.TCPStore:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"store address {address!r} is not HOST:PORT")
-    return dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+    return dist.TCPStore(host, int(port), is_master=False, timeout=STORE_TIMEOUT)
 
 
 class World:
     """This process as rank `rank`, and its groups. One per process: making another one ends the former.
+
+    timeout_s: longer than any wait between two ranks of a healthy step, short enough that a lost peer is noticed.
 
     `name` is that of a generation: a process that took the place of a dead one can only be found under a new name, so
     all members of its groups enter a world of another name. Members of a group must ask for it in the same order as for
     the other groups that they share.
     """
 
-    def __init__(self, store: dist.Store, name: str, rank: int, device: torch.device):
+    def __init__(self, store: dist.Store, name: str, rank: int, device: torch.device, timeout_s: float):
+        self.timeout = timedelta(seconds=timeout_s)
         self.store, self.name, self.rank, self.device = store, name, rank, device
         self._kept: dict[GroupKey, dist.ProcessGroup] = {}
         leave_world()
@@ -111,7 +114,7 @@ class World:
             backend,
             dist.PrefixStore(name, store),
             c10d.GroupName(f"{name}/{','.join(map(str, ranks))}"),
-            timeout=TIMEOUT,
+            timeout=self.timeout,
         )
         c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
         if backend == "nccl" and len(ranks) > 1:
@@ -172,12 +175,11 @@ def _name_ranks(rank: int) -> None:
     c10d._update_default_pg(names)
 
 
-def standalone_group(store: dist.Store, name: str, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
-    """A process group outside the torch world: its members may belong to different worlds, or change theirs."""
-    prefixed = dist.PrefixStore(name, store)
-    if device.type == "cuda":
-        return dist.ProcessGroupNCCL(prefixed, rank, size, TIMEOUT)
-    return dist.ProcessGroupGloo(prefixed, rank, size, TIMEOUT)
+def standalone_group(world: World, store: dist.Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    """A process group beside the torch world, with its device and patience: its members may belong to different worlds,
+    or change theirs."""
+    kind = dist.ProcessGroupNCCL if world.device.type == "cuda" else dist.ProcessGroupGloo
+    return kind(dist.PrefixStore(name, store), rank, size, world.timeout)
 
 
 def use_interface(name: str | None) -> None:

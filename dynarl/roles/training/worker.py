@@ -105,7 +105,9 @@ class TrainingWorker(TransitionSide, Worker):
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
-        return settings, torch_world.World(torch_world.connect(store), world, rank, device)
+        return settings, torch_world.World(
+            torch_world.connect(store), world, rank, device, settings.failure.collective_s
+        )
 
     # ---- to another layout
 
@@ -174,7 +176,7 @@ class TrainingWorker(TransitionSide, Worker):
         """Join the group over which gradients of borrowed workers travel. A former one is left."""
         self._reduction = None
         self._reduction = torch_world.standalone_group(
-            torch_world.connect(store), name, rank, size, self.trainer.device
+            self.trainer.world, torch_world.connect(store), name, rank, size
         )
 
     def do_load(self, model_dir: str, version: int) -> dict[str, str]:
