@@ -107,7 +107,9 @@ class Model(Section):
     layers: Annotated[Positive, doc("transformer layers")] = 2
     heads: Annotated[Positive, doc("attention heads; must divide hidden_size")] = 4
     kv_heads: Annotated[Positive, doc("key and value heads; must divide heads")] = 2
-    ffn_size: Annotated[Positive, doc("width of the feed-forward layer")] = 256
+    ffn_size: Annotated[Positive, doc("width of the feed-forward layer; of each expert, where there are some")] = 256
+    experts: Annotated[Count, doc("experts in each layer (Qwen3-MoE); 0: a dense model (Qwen2)")] = 0
+    experts_per_token: Annotated[Positive, doc("experts that each token goes to; at most `experts`")] = 2
     max_position: Annotated[Positive, doc("longest sequence, prompt and answer together")] = 512
     tied: Annotated[bool, doc("output layer shares the embedding's weights")] = True
     dtype: Annotated[Literal["float32", "bfloat16"], doc("of weights and activations")] = "float32"
@@ -223,7 +225,7 @@ class Failure(Section):
     collective_s: Annotated[
         float,
         Meta(gt=0.0),
-        doc("a worker that keeps the others of its group waiting for so long is lost; longer than any micro-batch takes"),
+        doc("a worker that keeps its group waiting for so long in a collective is lost; no micro-batch takes so long"),
     ] = 180.0
     no_progress_s: Annotated[NonNegative, doc("the job ends when nothing has moved for so long")] = 600.0
 

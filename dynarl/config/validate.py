@@ -196,8 +196,19 @@ def _model(config: Config) -> Iterator[str]:
 def _shape(config: Config) -> Shape:
     model = config.model
     if model.path is None:
+        if 0 < model.experts < model.experts_per_token:
+            raise ConfigError(
+                f"model.experts_per_token = {model.experts_per_token} is more than model.experts = {model.experts}"
+            )
         return Shape(
-            model.hidden_size, model.layers, model.heads, model.kv_heads, model.ffn_size, model.max_position, 0, "model"
+            model.hidden_size,
+            model.layers,
+            model.heads,
+            model.kv_heads,
+            model.ffn_size,
+            model.max_position,
+            model.experts,
+            "model",
         )
     file = rundir.small_files(model.path) / "config.json"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,6 +49,19 @@ def test_a_trainer_changes_tp_pp_and_dp_between_iterations(minislurm, runs):
         scalars = CheckpointReader(path / "state", spec).scalars
         assert {count for each in scalars.values() for count in each["steps"].values()} == {progress["step"] + 4}  # of the warm start
         export_model(path, runs / path.name)
+
+
+def test_experts_are_spread_over_the_ranks_and_come_back(minislurm, runs):
+    job = JobRun.submit(
+        minislurm(nodes=2), runs, *TWO_DEVICES, "model.experts=4", "run.iterations=4", "checkpoint.every=1",
+        'training.layouts={2: "ep=2", 4: "ep=1"}')
+    assert job.wait()["state"] == "completed", job.story()
+    committed = job.records("layout_committed")
+    assert [(r["iteration"], r["layout"]) for r in committed] == [(2, "tp=1,pp=1,ep=2"), (4, "tp=1,pp=1")]
+    assert not job.records("layout_cancelled")
+    assert accounting(job) == {"trained": 4 * 16, "lost": 0, "doubled": 0}
+    assert all(math.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in job.records("step_committed"))
+    assert read_spec(job.run / "model").experts == 4
 
 
 def test_an_owner_that_dies_while_the_layout_changes_costs_a_step_back_and_not_the_job(minislurm, runs):

@@ -1,3 +1,4 @@
+import json
 import time
 
 import pytest
@@ -44,7 +45,8 @@ def reference_logits(model_dir, tokens):
         return model(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("family, tied", [("Qwen2ForCausalLM", True), ("LlamaForCausalLM", False), ("Qwen3ForCausalLM", True)])
+@pytest.mark.parametrize("family, tied", [("Qwen2ForCausalLM", True), ("LlamaForCausalLM", False), ("Qwen3ForCausalLM", True),
+                                          ("Qwen3MoeForCausalLM", False), ("Qwen3MoeForCausalLM", True)])
 def test_prefill_and_decode_agree_with_transformers(tmp_path, family, tied):
     model_dir = write_model(str(tmp_path), seed=4, family=family, tied=tied, eos=None)
     outputs = run(LocalEngine(model_dir, 0), [request(0), request(4, temperature=0.0), request(8, temperature=0.7)])
@@ -57,6 +59,17 @@ def test_prefill_and_decode_agree_with_transformers(tmp_path, family, tied):
         assert wire.unpack_floats(output.logprobs) == pytest.approx(wanted.tolist(), abs=1e-5)
         if index == 4:
             assert answer == logits.argmax(-1).tolist()
+
+
+def test_weights_of_experts_stay_as_the_router_made_them_where_the_model_says_so(tmp_path):
+    model_dir = write_model(str(tmp_path), seed=4, family="Qwen3MoeForCausalLM", tied=False, eos=None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_topk_prob": False}))
+    output = run(LocalEngine(model_dir, 0), [request(8)])["0:8:0"]
+    answer = wire.unpack_ids(output.response)
+    logits = reference_logits(model_dir, PROMPTS[8] + answer)[len(PROMPTS[8]) - 1 : -1]
+    wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert wire.unpack_floats(output.logprobs) == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 def test_a_sample_is_the_same_alone_in_a_batch_and_over_three_engines(models):

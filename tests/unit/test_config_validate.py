@@ -22,6 +22,7 @@ def faults(written):
         "cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0, training: 1}\npolicy: {name: colocated}",
         "cluster: {devices_per_node: 4}\ntraining: {tp: 4}",  # tp a multiple of kv_heads
         "algorithm: {minibatches: 4}",
+        "model: {experts: 4}\ncluster: {devices_per_node: 2}\ntraining: {layouts: {2: ep=2}}",
         "cluster: {sbatch_args: [--constraint=a100, --exclude=n3]}",
     ],
 )
@@ -49,6 +50,11 @@ def test_what_works_is_accepted(written):
             "model: 2 layers do not divide into training.pp = 3 stages",
         ),
         ("cluster: {devices_per_node: 2}\ntraining: {ep: 2}", "training.ep = 2, but the model (model) has no experts"),
+        ("model: {experts: 1}", "model.experts_per_token = 2 is more than model.experts = 1"),
+        (
+            "model: {experts: 6}\ncluster: {devices_per_node: 4}\ntraining: {layouts: {2: ep=4}}",
+            "model: 6 experts are not divisible by training.layouts.2: ep = 4",
+        ),
         ("training: {layouts: {soon: tp=1}}", "training.layouts.soon: expected the number of an iteration"),
         ("training: {layouts: {3: dp=2}}", "training.layouts.3: 'dp=2' in 'dp=2' is not one of tp=N, pp=N, ep=N"),
         ("training: {layouts: {3: tp=2}}", "training.layouts.3: tp = 2 does not divide cluster.devices_per_node = 1"),

@@ -152,18 +152,22 @@ MODEL = {
     "max_position": 128,
     "tied": True,
     "dtype": "float32",
+    "experts": 0,
+    "experts_per_token": 2,
 }
 
 
-def test_a_created_model_is_loaded_by_transformers_and_depends_on_the_seed_alone(tmp_path):
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_created_model_is_loaded_by_transformers_and_depends_on_the_seed_alone(experts, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = str(tokenizer_files(tmp_path / "tokenizer"))
     digests = [
-        create_model(str(tmp_path / name), MODEL, tokenizer, seed)["digest"]
+        create_model(str(tmp_path / name), MODEL | {"experts": experts}, tokenizer, seed)["digest"]
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     assert digests[0] == digests[1] != digests[2]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert getattr(model.config, "num_experts", 0) == experts == read_arch(tmp_path / "a").spec.experts
     assert model.config.vocab_size == 5 and model.config.eos_token_id == 1 and model.config.pad_token_id == 0
     assert (tmp_path / "a" / "tokenizer.json").exists()
     assert model(torch.tensor([[2, 3]])).logits.shape == (1, 2, 5)

@@ -1,9 +1,9 @@
-"""Forward pass of a Llama-like decoder, over its Hugging Face weights, with as few kernel launches as it can have.
+"""Forward pass of a Llama-like decoder, dense or with experts, over its Hugging Face weights, with few kernel launches.
 
 Why not the modules of transformers: on small models their forward alone takes half as long again as a whole step of the
 engine, sampling included, and importing them costs three times what importing torch does (docs/rollout-engines.md).
 
-Shapes: N tokens (of all requests together), D head size, H query heads, K key-value heads.
+Shapes: N tokens (of all requests together), D head size, H query heads, K key-value heads, E experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+from dynarl.vps.spec import ModelSpec
+
+FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
 
 # Attention of one layer: (layer index, queries [N, H, D], keys and values [N, 2K, D]) -> [N, H * D].
 Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,7 +28,9 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a decoder, as its config.json has them. eos: ids that end an answer."""
+    """Sizes of a decoder, as its config.json has them. eos: ids that end an answer; moe_layers: those with experts;
+    norm_topk: whether the weights of a token's experts are made to sum up to 1.
+    """
 
     hidden_size: int
     layers: int
@@ -44,6 +48,11 @@ class DecoderConfig:
     qk_norm: bool
     dtype: torch.dtype
     eos: frozenset[int]
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    norm_topk: bool = False
+    moe_layers: frozenset[int] = frozenset()
 
 
 def read_config(model_dir: str) -> DecoderConfig:
@@ -61,7 +70,10 @@ def read_config(model_dir: str) -> DecoderConfig:
             (f"rope type {rope_type!r}", rope_type != "default"),
             ("a sliding window", bool(raw.get("use_sliding_window"))),
             (f"activation {raw.get('hidden_act')!r}", raw.get("hidden_act", "silu") != "silu"),
-            ("partial rotary embedding", raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0),
+            (
+                "partial rotary embedding",
+                raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0,
+            ),
             ("biases in the feed-forward", bool(raw.get("mlp_bias"))),
         )
         if found
@@ -84,9 +96,20 @@ def read_config(model_dir: str) -> DecoderConfig:
         tied=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "Qwen2ForCausalLM" or bias,
         o_bias=family != "Qwen2ForCausalLM" and bias,
-        qk_norm=family == "Qwen3ForCausalLM",
+        qk_norm=family.startswith("Qwen3"),
         dtype=getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos=_end_tokens(model_dir, raw),
+        **(_experts(raw) if family == "Qwen3MoeForCausalLM" else {}),
+    )
+
+
+def _experts(raw: dict) -> dict:
+    return dict(
+        experts=raw["num_experts"],
+        experts_per_token=raw["num_experts_per_tok"],
+        expert_ffn_size=raw["moe_intermediate_size"],
+        norm_topk=raw.get("norm_topk_prob", False),
+        moe_layers=ModelSpec.from_hf(raw).moe_layers,
     )
 
 
@@ -101,18 +124,72 @@ def _end_tokens(model_dir: str, raw: dict) -> frozenset[int]:
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
+class FeedForward:
+    """The SwiGLU of a layer."""
+
+    def __init__(self, config: DecoderConfig, empty: Callable[..., torch.Tensor]):
+        size, width = config.hidden_size, config.ffn_size
+        self.gate_up, self.down = empty(size, 2 * width), empty(width, size)
+
+    def views(self) -> dict[str, torch.Tensor]:
+        return _swiglu_views("", self.gate_up, self.down)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x + what is made of y; both [N, hidden]."""
+        gate, up = (y @ self.gate_up).chunk(2, dim=-1)
+        return torch.addmm(x, F.silu(gate).mul_(up), self.down)
+
+
+class Experts:
+    """The SwiGLUs of a layer, of which a router picks some for each token."""
+
+    def __init__(self, config: DecoderConfig, empty: Callable[..., torch.Tensor]):
+        size, width = config.hidden_size, config.expert_ffn_size
+        self.chosen, self.norm_topk = config.experts_per_token, config.norm_topk
+        self.router = empty(size, config.experts)
+        self.gate_up, self.down = empty(config.experts, size, 2 * width), empty(config.experts, width, size)
+
+    def views(self) -> dict[str, torch.Tensor]:
+        views = {"gate.weight": self.router.t()}
+        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down)):
+            views |= _swiglu_views(f"experts.{index}.", gate_up, down)
+        return views
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x + the weighted sum of what the chosen experts make of y; both [N, hidden]."""
+        weight, expert = torch.softmax(y @ self.router, dim=-1, dtype=torch.float32).topk(self.chosen, dim=-1)
+        if self.norm_topk:
+            weight = weight / weight.sum(dim=-1, keepdim=True)
+        # Expert by expert: the tokens that come to one lie side by side.
+        order = expert.flatten().argsort(stable=True)
+        token = order // self.chosen
+        counts = expert.flatten().bincount(minlength=len(self.gate_up)).tolist()
+        parts = []
+        for index, rows in enumerate(y[token].split(counts)):
+            if len(rows):
+                gate, up = (rows @ self.gate_up[index]).chunk(2, dim=-1)
+                parts.append(F.silu(gate).mul_(up) @ self.down[index])
+        return x.index_add(0, token, torch.cat(parts) * weight.flatten()[order, None].to(x.dtype))
+
+
+def _swiglu_views(prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    named = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+    return {f"{prefix}{name}.weight": weight.t() for name, weight in named.items()}
+
+
 class Layer:
     """Weights of one layer. Matrices are kept [in, out]: a plain product is faster than `linear` on few rows."""
 
-    def __init__(self, config: DecoderConfig, device: torch.device):
+    def __init__(self, config: DecoderConfig, index: int, device: torch.device):
         def empty(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=config.dtype, device=device)
 
         size = config.hidden_size
+        self.mlp = (Experts if index in config.moe_layers else FeedForward)(config, empty)
         attention, keys = config.heads * config.head_size, config.kv_heads * config.head_size
         self.input_norm, self.post_norm = empty(size), empty(size)
         self.qkv, self.o = empty(size, attention + 2 * keys), empty(attention, size)
-        self.gate_up, self.down = empty(size, 2 * config.ffn_size), empty(config.ffn_size, size)
         self.qkv_bias = empty(attention + 2 * keys) if config.qkv_bias else None
         self.o_bias = empty(size) if config.o_bias else None
         self.q_norm = empty(config.head_size) if config.qk_norm else None
@@ -125,9 +202,7 @@ class Layer:
             "input_layernorm.weight": self.input_norm,
             "post_attention_layernorm.weight": self.post_norm,
             "self_attn.o_proj.weight": self.o.t(),
-            "mlp.gate_proj.weight": self.gate_up[:, : config.ffn_size].t(),
-            "mlp.up_proj.weight": self.gate_up[:, config.ffn_size :].t(),
-            "mlp.down_proj.weight": self.down.t(),
+            **{f"mlp.{name}": view for name, view in self.mlp.views().items()},
         }
         for name, start, width in (("q", 0, attention), ("k", attention, keys), ("v", attention + keys, keys)):
             views[f"self_attn.{name}_proj.weight"] = self.qkv[:, start : start + width].t()
@@ -150,7 +225,7 @@ class Decoder:
         self.embedding = torch.zeros(config.vocab_size, config.hidden_size, dtype=config.dtype, device=self.device)
         self.head = self.embedding if config.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(config.hidden_size, dtype=config.dtype, device=self.device)
-        self.layers = [Layer(config, self.device) for _ in range(config.layers)]
+        self.layers = [Layer(config, index, self.device) for index in range(config.layers)]
         power = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
         angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), config.rope_theta**-power)
         angles = torch.cat((angles, angles), dim=-1)
@@ -166,15 +241,19 @@ class Decoder:
         return views
 
     def load(self, model_dir: str) -> None:
-        """Overwrite the weights with those of the directory. Raises ValueError, with nothing overwritten, on a mismatch."""
+        """Take the weights of the directory. Raises ValueError, with nothing overwritten, on a mismatch."""
         views = self._views()
-        files = [safe_open(path, framework="pt") for path in sorted(glob.glob(os.path.join(model_dir, "*.safetensors")))]
+        paths = sorted(glob.glob(os.path.join(model_dir, "*.safetensors")))
+        files = [safe_open(path, framework="pt") for path in paths]
         where = {name: file for file in files for name in file.keys()}
         if self.config.tied:
             where.pop("lm_head.weight", None)
         if where.keys() != views.keys():
             missing, extra = sorted(views.keys() - where.keys()), sorted(where.keys() - views.keys())
-            raise ValueError(f"{model_dir}: {len(missing)} tensors are missing {missing[:3]}, {len(extra)} are unknown {extra[:3]}")
+            raise ValueError(
+                f"{model_dir}: {len(missing)} tensors are missing {missing[:3]}, "
+                f"{len(extra)} are unknown {extra[:3]}"
+            )
         for name, view in views.items():
             shape = tuple(where[name].get_slice(name).get_shape())
             if shape != tuple(view.shape):
@@ -183,7 +262,7 @@ class Decoder:
             view.copy_(where[name].get_tensor(name))
 
     def forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [N, hidden] before the last norm. `attend` keeps the keys and values and does the attention."""
+        """Hidden states [N, hidden] before the last norm. `attend` keeps keys and values and does the attention."""
         config = self.config
         heads, rotated, eps = config.heads, config.heads + config.kv_heads, config.norm_eps
         shape = (tokens_N.shape[0], config.heads + 2 * config.kv_heads, config.head_size)
@@ -202,8 +281,7 @@ class Decoder:
             x = torch.addmm(x, attend(index, qkv[:, :heads], qkv[:, heads:]), layer.o)
             if layer.o_bias is not None:
                 x = x + layer.o_bias
-            gate, up = (F.rms_norm(x, (config.hidden_size,), layer.post_norm, eps) @ layer.gate_up).chunk(2, dim=-1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+            x = layer.mlp.add(x, F.rms_norm(x, (config.hidden_size,), layer.post_norm, eps))
         return x
 
     def logits(self, hidden_N: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A Qwen2 model with random weights, in Hugging Face form."""
+"""A Qwen2 model, or with experts a Qwen3-MoE one, with random weights, in Hugging Face form."""
 
 from __future__ import annotations
 
@@ -34,15 +34,27 @@ def create_model(model_dir: str, model: dict[str, Any], tokenizer_dir: str, seed
 
 
 def hf_config(model: dict[str, Any], vocab: int, special: dict[str, int | None]) -> dict[str, Any]:
-    """The config.json of a Qwen2 model of the given sizes; special: token ids of bos, eos and pad."""
+    """The config.json of a model of the given sizes; special: token ids of bos, eos and pad."""
     hidden, heads, kv_heads = model["hidden_size"], model["heads"], model["kv_heads"]
     if hidden % heads or heads % kv_heads:
         raise ValueError(
             f"model: {heads} heads must divide hidden_size {hidden}, and {kv_heads} kv_heads must divide {heads} heads"
         )
+    family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    if model["experts"]:
+        family = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": hidden // heads,
+            "num_experts": model["experts"],
+            "num_experts_per_tok": model["experts_per_token"],
+            "moe_intermediate_size": model["ffn_size"],
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        **family,
         "hidden_size": hidden,
         "num_hidden_layers": model["layers"],
         "num_attention_heads": heads,
