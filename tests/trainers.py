@@ -152,7 +152,8 @@ class Fleet:
         self.config.model.dtype, self.config.failure.collective_s = dtype, collective_s
         store = workers[0].call("serve_store", host="127.0.0.1")
         self._set_layout(cut or layout(tp=tp, dp=owners // tp))
-        common = dict(config=msgspec.to_builtins(self.config), store=store, world=self.name, model_dir=model_dir)
+        self.common = common = dict(config=msgspec.to_builtins(self.config), store=store, model_dir=model_dir)
+        common["world"] = self.name
         each = [dict(rank=rank, layout=fields(self.cut)) for rank in self.cut.ranks]
         together(self.owners, "build", each, size=owners, owner=True, version=0, **common)
         firsts = [owners + i - i % tp for i in range(len(self.borrowed))]
@@ -162,10 +163,15 @@ class Fleet:
         ]
         together(self.borrowed, "build", each, size=tp, owner=False, version=0, **common)
         spare = [rank for rank, worker in enumerate(workers) if worker not in self.active]
-        together([workers[rank] for rank in spare], "enter", [dict(rank=rank) for rank in spare], **common)
+        self.enter(spare, self.name)
         if self.borrowed:
             each = [dict(rank=r) for r in range(len(workers))]
             together(workers, "join_reduction", each, store=store, name=f"{self.name}-r", size=len(workers))
+
+    def enter(self, ranks: list[int], world: str) -> None:
+        """These begin anew, without a shard."""
+        workers = [self.everyone[rank] for rank in ranks]
+        together(workers, "enter", [dict(rank=rank) for rank in ranks], **(self.common | {"world": world}))
 
     def _set_layout(self, cut: TrainLayout) -> None:
         self.cut = cut

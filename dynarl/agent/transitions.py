@@ -32,6 +32,7 @@ from dynarl.transport.mailbox import Mailbox, Overdue
 from dynarl.transport.messages import Lanes, Schedule
 from dynarl.transport.mpi import Exchange, Lane, neighbours
 from dynarl.transport.planning import RankPlan, Request, plan_rank
+from dynarl.vps.train_layout import TrainLayout
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class _Prepared:
     lanes: list[Lane]
     workers: dict[int, str]  # rank -> name
     receivers: list[str]  # the workers that hold some of the destination
+    verifiers: list[str]  # those, and where the trainer changes its layout who holds some of the source: to compare
     pids: dict[str, int | None]
     local: dict[int, dict[int, tuple[int, int, int]]]
     staging: RankPlan | None
@@ -162,13 +164,16 @@ class Transitions:
             "bytes_received": exchange.bytes_received,
             "bytes_sent": exchange.bytes_sent,
         }
+        _, destination = asked.layouts()
+        receivers = [name for rank, name in workers.items() if rank in destination.ranks]
         self._prepared[key] = _Prepared(
             asked,
             answer["digest"],
             exchange,
             listed,
             workers,
-            [name for rank, name in workers.items() if rank in asked.layouts()[1].ranks],
+            receivers,
+            list(workers.values()) if isinstance(destination, TrainLayout) else receivers,
             pids,
             local,
             staging,
@@ -307,14 +312,14 @@ class Transitions:
             raise PhaseTimeout(self._stop)
 
     async def verify(self, key: str, timeout_s: float, positional: bool = False) -> dict[str, Any]:
-        """{receiving worker: its digests by kind}, and under "staged" the digest of the staged model: the CRC-32 of its
+        """{worker: its digests by kind}, and under "staged" the digest of the staged model: the CRC-32 of its
         data, or `positional` digests by kind, whose sum over the owners is the same (dearer: some passes over it).
         """
         known = self._known(key)
         answers = await asyncio.gather(
-            *(self._call(name, "verify_transition", timeout_s=timeout_s, key=key) for name in known.receivers)
+            *(self._call(name, "verify_transition", timeout_s=timeout_s, key=key) for name in known.verifiers)
         )
-        digests: dict[str, Any] = dict(zip(known.receivers, answers, strict=True))
+        digests: dict[str, Any] = dict(zip(known.verifiers, answers, strict=True))
         if (staged := known.staged) is not None:
             compute = staged.digests if positional else staged.digest
             small = staged.num_bytes < LOOP_BYTES

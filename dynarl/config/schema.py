@@ -192,7 +192,10 @@ class Training(Section):
     ep: Annotated[Positive, doc("ranks that the experts of a layer are spread over")] = 1
     layouts: Annotated[
         dict[str, str],
-        doc("other layouts, by the iteration that they begin with: `{10: \"tp=1,pp=2\"}`; live, between iterations"),
+        doc(
+            "other layouts, by the iteration that they begin with: `{10: \"tp=1,pp=2\"}`; live, between iterations. "
+            "`nodes=N` among them: rollout nodes join the trainer, or leave it, so that it has N nodes"
+        ),
     ] = {}
     lr: Annotated[NonNegative, doc("learning rate")] = 1e-3
     lr_warmup_steps: Annotated[Count, doc("optimizer steps over which the rate rises to lr")] = 0

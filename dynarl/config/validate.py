@@ -145,18 +145,32 @@ def _model(config: Config) -> Iterator[str]:
         except ConfigError as error:
             yield f"{where}{error}"
     devices = config.cluster.devices_per_node
-    owners = config.split.training * devices  # training workers that own optimizer state
-    for where, (tp, pp, _) in layouts.items():
+    split = config.split
+    most = split.training + split.rollout
+    if config.policy.name != "colocated":
+        most -= config.policy.min_rollout_nodes if config.policy.name == "threshold" else 1
+
+    def owners_of(layout: degrees.Degrees) -> tuple[int, str]:
+        """Training workers that own optimizer state, and how they come about."""
+        nodes = layout.nodes or split.training
+        name = "nodes" if layout.nodes else "split.training"
+        return nodes * devices, f"{name} {nodes} x cluster.devices_per_node {devices} = {nodes * devices} workers"
+
+    for where, layout in layouts.items():
+        tp, pp = layout.tp, layout.pp
+        owners, product = owners_of(layout)
+        if layout.nodes > most:
+            yield (
+                f"{where}nodes = {layout.nodes}: of split.training {split.training} + split.rollout {split.rollout} "
+                f"nodes at most {most} can train, so that some generate"
+            )
         if devices % tp:
             yield (
                 f"{where}tp = {tp} does not divide cluster.devices_per_node = {devices}: "
                 "a tensor-parallel group stays inside a node"
             )
         elif owners % (tp * pp):
-            yield (
-                f"{where}tp {tp} x pp {pp} = {tp * pp} does not divide split.training {config.split.training} x "
-                f"cluster.devices_per_node {devices} = {owners} workers"
-            )
+            yield f"{where}tp {tp} x pp {pp} = {tp * pp} does not divide {product}"
     try:
         shape = _shape(config)
     except ConfigError as error:
@@ -167,7 +181,8 @@ def _model(config: Config) -> Iterator[str]:
         yield f"{model}.hidden_size = {shape.hidden_size} is not divisible by {model}.heads = {shape.heads}"
     if shape.heads % shape.kv_heads:
         yield f"{model}.heads = {shape.heads} is not divisible by {model}.kv_heads = {shape.kv_heads}"
-    for where, (tp, pp, ep) in layouts.items():
+    for where, layout in layouts.items():
+        (tp, pp, ep, _), (owners, product) = layout, owners_of(layout)
         if shape.layers % pp:
             yield f"{model}: {shape.layers} layers do not divide into {where}pp = {pp} stages"
         if ep > 1 and not shape.experts:
@@ -175,10 +190,7 @@ def _model(config: Config) -> Iterator[str]:
         elif shape.experts % ep:
             yield f"{model}: {shape.experts} experts are not divisible by {where}ep = {ep}"
         elif ep > 1 and owners % (tp * pp) == 0 and owners % (tp * pp * ep):
-            yield (
-                f"{where}tp {tp} x pp {pp} x ep {ep} = {tp * pp * ep} does not divide split.training "
-                f"{config.split.training} x cluster.devices_per_node {devices} = {owners} workers"
-            )
+            yield f"{where}tp {tp} x pp {pp} x ep {ep} = {tp * pp * ep} does not divide {product}"
         for name, size in (("heads", shape.heads), ("ffn_size", shape.ffn_size)):
             if size % tp:
                 yield f"{model}.{name} = {size} is not divisible by {where}tp = {tp}"

@@ -48,13 +48,13 @@ class Outcome:
 
 
 class Epochs:
-    """The map of active roles, and the only code that changes it."""
+    """The map of active roles, and the only code that changes it. `home`: home roles."""
 
     def __init__(
         self, fleet: Fleet, journal: Journal, home: dict[str, str], vote_timeout_s: float, first_epoch: int = 0
     ):
         self._fleet, self._journal = fleet, journal
-        self._home, self._timeout_s = home, vote_timeout_s
+        self.home, self._timeout_s = home, vote_timeout_s
         self.roles = dict(home)
         self.epoch = first_epoch
         self._turn = asyncio.Lock()
@@ -64,7 +64,7 @@ class Epochs:
         ends first.
         """
         async with self._turn:
-            self.roles = dict(self._home)
+            self.roles = dict(self.home)
             self._journal.append(
                 "epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0
             )
@@ -95,7 +95,7 @@ class Epochs:
     ) -> Outcome:
         self.epoch += 1
         outcome = Outcome(self.epoch, False)
-        members = sorted({*moves, *(node for node, role in self._home.items() if role == "training")})
+        members = sorted({*moves, *(node for node, role in self.home.items() if role == "training")})
         plan = {"epoch": self.epoch, "ranks": [self._fleet.agents[n].rank for n in members], "moves": moves,
                 "version": weights.version, "digest": weights.digest}
         listed = [{"node": n, "source": self.roles[n], "target": r} for n, r in sorted(moves.items())]

@@ -12,6 +12,7 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dynarl.controller.checkpoints import Checkpoints
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.iteration import Iteration
+from dynarl.controller.nodes import all_homes
 from dynarl.controller.recut import Recut
 from dynarl.controller.replicas import inside_nodes
 from dynarl.controller.staging import Staging
@@ -34,6 +36,7 @@ from dynarl.controller.transitions import Transitions
 from dynarl.controller.warm_start import WarmStart
 from dynarl.controller.workers import JobFailed, Workers
 from dynarl.dataflow.ledger import Group
+from dynarl.errors import ConfigError
 from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
@@ -66,7 +69,8 @@ class Job:
 
     def __init__(self, config: Config, run: Path, attempt: int, home: dict[str, str], fleet: Fleet, journal: Journal,
                  writer: MetricsWriter, resume_from: Path | None, first_epoch: int = 0):
-        self.config, self.run_dir, self.attempt, self.home = config, run, attempt, home
+        self.config, self.run_dir, self.attempt = config, run, attempt
+        self._first_home = self.home = home
         self.journal, self.writer = journal, writer
         self.fleet, fleet.listener = fleet, self
         self.progress = Progress()
@@ -85,7 +89,9 @@ class Job:
     async def set_up(self) -> None:
         """Step, workers, model: everything is there and on the same weights when this returns."""
         config = self.config
-        self.may = capabilities(config.policy, self.home)
+        homes = [capabilities(config.policy, home) for home in all_homes(config, self._first_home)]
+        self.may = {node: frozenset().union(*(may[node] for may in homes)) for node in self.home}
+        self._rewind(self._resume_from)
         argv = await self.fleet.launch(self.home)
         self.step_started = time.monotonic()
         self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
@@ -95,19 +101,27 @@ class Job:
         await self._load_state(self._resume_from)
         await self.epochs.go_home()
 
-    async def _load_state(self, checkpoint: Path | None) -> None:
-        """Trainer, roles and progress as in `checkpoint`; without one, from the beginning."""
-        source = await self._initial_model()
-        version = self.weights.version + 1
-        await self.staging.load(str(source), version)
+    def _rewind(self, checkpoint: Path | None) -> None:
+        """Progress, the trainer's layout and home roles as in `checkpoint`; without one, those of the beginning."""
         self.progress = Progress()
         if checkpoint:
             self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
         # A layout that was refused is not forced upon the trainer here either.
         was = self.progress.layout
         start = degrees.parse(was) if was else degrees.first(self.config.training)
-        self.trainer = Trainer(self.config, self.fleet, self.home, self.may, start)
-        self.offer()
+        try:
+            self.trainer = Trainer(self.config, self.fleet, self._first_home, start)
+        except ConfigError as error:
+            log.warning("the trainer starts in the first layout: %s", error)  # nodes were lost
+            self.trainer = Trainer(self.config, self.fleet, self._first_home, degrees.first(self.config.training))
+        self.home = self.trainer.home
+
+    async def _load_state(self, checkpoint: Path | None) -> None:
+        """Models and optimizer state as in `checkpoint`; without one, from the beginning. Comes after `_rewind`."""
+        source = await self._initial_model()
+        version = self.weights.version + 1
+        await self.staging.load(str(source), version)
+        self.settle()
         await self.trainer.build(version)
         if checkpoint:
             self.journal.append("resumed", iteration=self.progress.iteration, checkpoint=str(checkpoint), durable=True)
@@ -133,8 +147,10 @@ class Job:
         self.stage = None
         self._give_up_background()
         self.workers.count_restart("the trainer has to start again")
-        await self.workers.start_afresh()
         checkpoint = rundir.newest_checkpoint(self.run_dir)
+        self._rewind(checkpoint)
+        self.settle()
+        await self.workers.start_afresh()
         if checkpoint is None:
             self.journal.append("resumed", iteration=0, checkpoint=None, durable=True)
         await self._load_state(checkpoint)
@@ -230,12 +246,14 @@ class Job:
         self.progress.evaluated_start = True
         await self.fleet.call_each(self.home, "forget", iteration=0)
 
-    def offer(self) -> None:
-        """Roles that nodes are given from here on: without training where no replica of the present layout fits."""
+    def settle(self) -> None:
+        """Home roles, and the roles that nodes are given, follow the trainer's layout: without training where none of its
+        replicas fits."""
+        self.home = self.epochs.home = self.trainer.home
         lent = {node for replica in self.trainer.replicas for node in replica.nodes}
         self.offers = {
-            node: may if node in lent or self.home[node] == "training" else may - {"training"}
-            for node, may in self.may.items()
+            node: may if node in lent else may - {"training"}
+            for node, may in capabilities(self.config.policy, self.home).items()
         }
 
     def _new_iteration(self, samples: list[str], **options: Any) -> Iteration:
@@ -319,9 +337,10 @@ class Job:
 
     # --- weights and roles
 
-    async def wake_owners(self) -> None:
-        """The trainer's state is in the memory of its devices, which may have had another role."""
-        if asleep := [n for n in self.trainer.owner_nodes if self.epochs.roles[n] != "training"]:
+    async def wake_owners(self, joining: Iterable[str] = ()) -> None:
+        """The devices of the trainer, and of nodes that join it, belong to it; they may have had another role."""
+        wanted = [*self.trainer.owner_nodes, *joining]
+        if asleep := [n for n in wanted if self.epochs.roles[n] != "training"]:
             await self.enter(dict.fromkeys(asleep, "training"), "the trainer's state is needed")
 
     def transition(self, destination: Layout, kinds: list[str]) -> Request:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 
+from dynarl.config import degrees
 from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
 from dynarl.slurm import environ, hostlist
@@ -65,3 +66,32 @@ def assign_homes(config: Config, nodes: list[str]) -> dict[str, str]:
     roles = ["training"] * training + ["inference"] * inference
     roles += ["rollout"] * (len(nodes) - len(roles))
     return dict(zip(nodes, roles))
+
+
+def with_trainers(config: Config, home: dict[str, str], num_training: int) -> dict[str, str]:
+    """Home roles with `num_training` nodes in training (0: as in `home`). Rollout nodes join, the first ones first; those
+    that leave generate. The first training node of `home` is always one. Raises ConfigError where too few are left.
+
+    >>> with_trainers(Config(), {"n1": "training", "n2": "inference", "n3": "rollout", "n4": "rollout"}, 2)
+    {'n1': 'training', 'n2': 'inference', 'n3': 'training', 'n4': 'rollout'}
+    """
+    if num_training in (0, sum(role == "training" for role in home.values())):
+        return home
+    able = [node for wanted in ("training", "rollout") for node, role in home.items() if role == wanted]
+    most = len(able) - (config.policy.name != "colocated")
+    if num_training > most:
+        raise ConfigError(f"nodes={num_training} for the trainer, but of {len(able)} that train or generate {most} can")
+    training = able[:num_training]
+    others = {node: "rollout" if role == "training" else role for node, role in home.items()}
+    return {node: "training" if node in training else role for node, role in others.items()}
+
+
+def all_homes(config: Config, home: dict[str, str]) -> list[dict[str, str]]:
+    """The home roles that the layouts of a run lead to, as far as there are nodes for them."""
+    found = []
+    for each in degrees.every(config.training):
+        try:
+            found.append(with_trainers(config, home, each.nodes))
+        except ConfigError:
+            pass  # it is refused when its time comes
+    return found

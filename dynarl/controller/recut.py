@@ -12,8 +12,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dynarl.config import degrees
+from dynarl.config.degrees import Degrees
 from dynarl.controller.transitions import Moved, compare_state
-from dynarl.vps.layout import ALL_KINDS
+from dynarl.errors import ConfigError
+from dynarl.vps.layout import ALL_KINDS, LayoutError
 from dynarl.vps.train_layout import TrainLayout
 from dynarl.wire import CallError
 
@@ -34,32 +36,43 @@ class Recut:
         self._job = job
         self._prepared: TrainLayout | None = None  # the next layout, if its groups are being built
         self._planning: asyncio.Future | None = None  # its plan
-        self._refused: Counter[TrainLayout] = Counter()  # how often a layout was cancelled
+        self._refused: Counter[Degrees] = Counter()  # how often a layout was cancelled
 
     async def before(self, number: int) -> None:
         """Change the layout, if another one begins with iteration `number`; and begin to build the one that begins
         after it."""
-        job, trainer = self._job, self._job.trainer
-        layout = trainer.layout_of(degrees.at(job.config.training, number))
-        if layout != trainer.layout and self._refused[layout] < ATTEMPTS:
+        job = self._job
+        if (layout := await self._other_layout(number)) is not None:
             await self._change(number, layout)
-        following = trainer.layout_of(degrees.at(job.config.training, number + 1))
-        if following != trainer.layout and self._refused[following] < ATTEMPTS:
+        if (following := await self._other_layout(number + 1)) is not None:
             try:
-                await trainer.prepare(following)
+                await job.trainer.prepare(following)
             except (CallError, TimeoutError) as error:
-                await self._stay(number + 1, following, error)
+                await self._stay(number + 1, error)
                 return
             self._prepared = following
             self._planning = asyncio.ensure_future(job.transitions.plan(job.transition(following, list(ALL_KINDS))))
+
+    async def _other_layout(self, number: int) -> TrainLayout | None:
+        """That of an iteration, if the trainer is in another one and it has not been refused too often."""
+        wanted = degrees.at(self._job.config.training, number)
+        if self._refused[wanted] >= ATTEMPTS:
+            return None
+        try:
+            layout = self._job.trainer.layout_of(wanted)
+        except (ConfigError, LayoutError) as error:  # nodes were lost
+            self._refused[wanted] = ATTEMPTS
+            await self._stay(number, error)
+            return None
+        return layout if layout != self._job.trainer.layout else None
 
     async def _change(self, number: int, layout: TrainLayout) -> None:
         job, began = self._job, time.monotonic()
         text = str(degrees.at(job.config.training, number))
         phases: dict[str, float] = {}
         job.journal.append("layout_proposed", iteration=number, layout=text)
-        await job.wake_owners()
         try:
+            await job.wake_owners(node for node, _ in job.trainer.places_of(layout))
             num_bytes = await self._ready(layout)
             phases["prepare_ms"] = 1e3 * (time.monotonic() - began)
             stopped = time.monotonic()
@@ -67,7 +80,7 @@ class Recut:
             phases["allocate_ms"] = 1e3 * (time.monotonic() - stopped)
             moved = await self._move(layout)
         except (CallError, TimeoutError) as error:
-            await self._stay(number, layout, error)
+            await self._stay(number, error)
             return
         await job.checkpoints.settle()  # the copy that is being written is the old layout's
         await job.workers.settled()  # borrowed workers are built anew; not beside their revival
@@ -76,12 +89,12 @@ class Recut:
             await job.transitions.finish(moved)
             await job.trainer.adopt(layout, job.weights.version, job.away())
             await self._put_to_sleep()
-            job.offer()
+            job.settle()
             self._prepared = None
             job.progress.layout = text
         job.journal.append(
             "layout_committed", iteration=number, layout=text, phases=phases | moved.phases, bytes=moved.num_bytes,
-            bytes_reserved=num_bytes, pause_ms=1e3 * (time.monotonic() - stopped), durable=True,
+            bytes_reserved=num_bytes, home=job.home, pause_ms=1e3 * (time.monotonic() - stopped), durable=True,
         )
         log.info("the trainer is in layout %s after %.0f ms", text, 1e3 * (time.monotonic() - began))
 
@@ -102,14 +115,13 @@ class Recut:
             raise CallError(f"what arrived is not what was sent: {differing}")
         return moved
 
-    async def _stay(self, number: int, layout: TrainLayout, error: Exception) -> None:
+    async def _stay(self, number: int, error: Exception) -> None:
         """The old layout goes on."""
-        job = self._job
+        job, wanted = self._job, degrees.at(self._job.config.training, number)
         await job.trainer.discard()
         self._prepared = None
-        self._refused[layout] += 1
-        text = str(degrees.at(job.config.training, number))
-        job.journal.append("layout_cancelled", iteration=number, layout=text, reason=str(error), durable=True)
+        self._refused[wanted] += 1
+        job.journal.append("layout_cancelled", iteration=number, layout=str(wanted), reason=str(error), durable=True)
         log.warning("the trainer stays as it is: %s", error)
 
     async def _put_to_sleep(self) -> None:

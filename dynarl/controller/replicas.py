@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dynarl.config.schema import Config
 from dynarl.vps.layout import LayoutError
 from dynarl.vps.train_layout import TrainLayout
 
@@ -74,8 +73,3 @@ def layout_on(ranks: Sequence[int], tp: int, pp: int, ep: int, vocab_divisible_b
         for _, position in replica.places:
             ordered[position] = next(flat)
     return straight.relabelled(ordered)
-
-
-def vocab_multiple(config: Config) -> int:
-    """What the vocabulary of a tensor-parallel rank is padded to: matrix units of a GPU want it, a CPU does not."""
-    return 128 if config.cluster.device == "cuda" else 1

@@ -1,27 +1,30 @@
 """The trainer as a whole: owners that hold the optimizer, borrowed workers that lend their gradients, one step for all.
 
-Every training worker has a fixed rank, whatever it is used for. Owners (home role training) form one layout; a replica of
-borrowed workers is a layout of its own, of the same degrees, inside one node, and joins only the standalone reduction
+Every training worker has a fixed rank, whatever it is used for. Owners (home role training) form one layout; a replica
+of borrowed workers is a layout of its own, of the same degrees, inside one node, and joins only the standalone reduction
 group. At a step each borrowed gradient buffer is summed, along a tree, into that of the owner at the same place of its
 replica; then the owners reduce among themselves, clip and step.
 
-Between two iterations the owners may change to another layout (`recut`): what the new one needs is built while the old
-one trains, the state moves by a transition, and until all have adopted it the old layout is whole.
+Between two iterations the owners may change to another layout, on other nodes as well: what the new one needs is built
+while the old one trains, the state moves by a transition, and until all have adopted it the old layout is whole.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dynarl.config.degrees import Degrees
+from dynarl.config.degrees import Degrees, vocab_multiple
 from dynarl.config.schema import Config
 from dynarl.controller.fleet import Fleet
-from dynarl.controller.replicas import Place, Replica, inside_nodes, layout_on, of_layout, vocab_multiple
+from dynarl.controller.nodes import all_homes, with_trainers
+from dynarl.controller.replicas import Place, Replica, inside_nodes, layout_on, of_layout
+from dynarl.scheduler.policy import capabilities
 from dynarl.transport.messages import Places
 from dynarl.transport.planning import describe
 from dynarl.vps.train_layout import TrainLayout
@@ -32,35 +35,48 @@ STEP_TIMEOUT_S = 600.0
 
 
 class Trainer:
-    """All training workers; owners come first in the reduction world. `layout`: that of the owners."""
+    """All training workers; owners come first in the reduction world. `home`: home roles to begin with; `layout`: that of
+    the owners."""
 
-    def __init__(
-        self, config: Config, fleet: Fleet, home: dict[str, str], may: dict[str, frozenset[str]], degrees: Degrees
-    ):
-        self._config, self._fleet = config, fleet
+    def __init__(self, config: Config, fleet: Fleet, home: dict[str, str], degrees: Degrees):
+        self._config, self._fleet, self._first_home = config, fleet, home
         self.nodes = list(home)
         self.places = Places(len(self.nodes), config.cluster.devices_per_node)
-        devices = range(config.cluster.devices_per_node)
-        self.owner_nodes = [n for n in home if home[n] == "training"]
-        self.borrowed_nodes = [n for n in home if home[n] != "training" and "training" in may[n]]
-        self.owners: list[Place] = [(n, d) for n in self.owner_nodes for d in devices]
+        # Always an owner.
+        self.leader: Place = (next(node for node in home if home[node] == "training"), 0)
+        self._sometimes = {n for each in all_homes(config, home) for n, role in each.items() if role == "training"}
         self._generation = itertools.count(1)
         self._joined: list[Place] = []
-        self._store = self._world = ""
+        self._store = ""
+        self._next: TrainLayout | None = None  # that is being prepared
         self._set_layout(self.layout_of(degrees))
 
     def layout_of(self, degrees: Degrees) -> TrainLayout:
-        """The owners in a layout of these degrees."""
-        return layout_on([self.rank(place) for place in self.owners], *degrees, vocab_multiple(self._config))
+        """The owners in a layout of these degrees. Raises ConfigError where there are too few nodes for it."""
+        home = with_trainers(self._config, self._first_home, degrees.nodes)
+        ranks = [self.rank(place) for place in self._on_nodes([n for n in home if home[n] == "training"])]
+        return layout_on(ranks, degrees.tp, degrees.pp, degrees.ep, vocab_multiple(self._config))
 
     def _set_layout(self, layout: TrainLayout) -> None:
         self.layout = layout
+        self.owners = self.places_of(layout)
+        self.owner_nodes = list(dict.fromkeys(node for node, _ in self.owners))
+        self.home = with_trainers(self._config, self._first_home, len(self.owner_nodes))
+        may = capabilities(self._config.policy, self.home)
+        self.borrowed_nodes = [n for n in self.nodes if n not in self.owner_nodes and "training" in may[n]]
         owners = of_layout(layout, self.place)
         self.num_owner_replicas = len(owners)
         width = len(owners[0].places)
         self.replicas = owners + inside_nodes(self.borrowed_nodes, self._config.cluster.devices_per_node, width)
         # Nodes on which a replica does not fit lend nothing.
         self.borrowed = [place for replica in self.borrowed_replicas for place in replica.places]
+
+    def places_of(self, layout: TrainLayout) -> list[Place]:
+        """Its workers, node by node."""
+        return [self.place(rank) for rank in sorted(layout.ranks)]
+
+    def _on_nodes(self, nodes: Iterable[str]) -> list[Place]:
+        return [(node, device) for node in nodes for device in range(self._config.cluster.devices_per_node)]
 
     def rank(self, place: Place) -> int:
         return self.places.worker_rank(self.nodes.index(place[0]), place[1])
@@ -77,16 +93,28 @@ class Trainer:
         return self.replicas[self.num_owner_replicas :]
 
     @property
-    def leader(self) -> Place:
-        return self.owners[0]
+    def spare(self) -> list[Place]:
+        """Workers that do nothing now, but own a part of another layout of this run."""
+        return [p for p in self._on_nodes(self.nodes) if p[0] in self._sometimes and p not in self.everyone]
+
+    @property
+    def _both(self) -> list[Place]:
+        """Owners, and those of the next layout."""
+        joining = self.places_of(self._next) if self._next is not None else []
+        return list(dict.fromkeys([*self.owners, *joining]))
 
     async def _on(self, place: Place, method: str, timeout_s: float = STEP_TIMEOUT_S, **args: Any) -> Any:
         return await self._fleet.worker(place[0], "training", place[1], method, timeout_s=timeout_s, **args)
 
     async def _on_owners(self, method: str, timeout_s: float = STEP_TIMEOUT_S, **args: Any) -> list[Any]:
-        """The same call to all owners. Raises the first error, after all have answered."""
+        return await self._on_each(self.owners, method, timeout_s, **args)
+
+    async def _on_each(
+        self, places: list[Place], method: str, timeout_s: float = STEP_TIMEOUT_S, **args: Any
+    ) -> list[Any]:
+        """The same call to all of these. Raises the first error, after all have answered."""
         answers = await asyncio.gather(
-            *(self._on(place, method, timeout_s, **args) for place in self.owners), return_exceptions=True
+            *(self._on(place, method, timeout_s, **args) for place in places), return_exceptions=True
         )
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -96,21 +124,25 @@ class Trainer:
     async def build(self, version: int) -> None:
         """Build owners and borrowed replicas from the staged weights of `version`, and the reduction group over all."""
         self._store = await self._on(self.leader, "serve_store", host=self._fleet.agents[self.leader[0]].host)
-        self._world = f"trainers-{next(self._generation)}"
-        fields = _fields(self.layout)
+        world, fields = f"trainers-{next(self._generation)}", _fields(self.layout)
         await asyncio.gather(
-            *(self._build(place, self._world, fields, True, version) for place in self.owners),
-            *(self._build_replica(replica, self._world, version) for replica in self.borrowed_replicas),
+            *(self._build(place, world, fields, True, version) for place in self.owners),
+            self._build_others(world, version, self.nodes),
         )
         await self.join()
 
     async def build_node(self, node: str, version: int) -> None:
         """Build the borrowed replicas of one node; they take part once everybody has joined again."""
         # A new name: under the old one they would find processes that are gone.
-        world = f"{node}-{next(self._generation)}"
+        await self._build_others(f"{node}-{next(self._generation)}", version, [node])
+
+    async def _build_others(self, world: str, version: int, nodes: Iterable[str]) -> None:
+        """Borrowed replicas on these nodes, and the worlds of spare workers there."""
         await asyncio.gather(
-            *(self._build_replica(r, world, version) for r in self.borrowed_replicas if r.nodes == (node,))
-        )
+            *(self._build_replica(r, world, version) for r in self.borrowed_replicas if r.nodes[0] in nodes),
+            *(self._on(place, "enter", timeout_s=BUILD_TIMEOUT_S, **self._common(place, world, version))
+              for place in self.spare if place[0] in nodes),
+        )  # fmt: skip
 
     async def _build_replica(self, replica: Replica, world: str, version: int) -> None:
         layout = layout_on(
@@ -124,16 +156,21 @@ class Trainer:
             place,
             "build",
             timeout_s=BUILD_TIMEOUT_S,
-            config=msgspec.to_builtins(self._config),
-            store=self._store,
-            world=world,
-            rank=self.rank(place),
+            **self._common(place, world, version),
             size=len(layout["ranks"]),
             owner=owner,
-            model_dir=self.staged(place[0], version),
             version=version,
             layout=layout,
         )
+
+    def _common(self, place: Place, world: str, version: int) -> dict[str, Any]:
+        return {
+            "config": msgspec.to_builtins(self._config),
+            "store": self._store,
+            "world": world,
+            "rank": self.rank(place),
+            "model_dir": self.staged(place[0], version),
+        }
 
     def staged(self, node: str, version: int) -> str:
         return str(Path(self._fleet.agents[node].staging) / f"v{version}")
@@ -176,18 +213,20 @@ class Trainer:
     # --- from one layout to the next
 
     async def prepare(self, layout: TrainLayout) -> None:
-        """Owners begin to build the groups of `layout`, in the background. Returns at once."""
-        name = f"layout-{next(self._generation)}"
-        await self._on_owners("prepare_layout", name=name, source=_fields(self.layout), layout=_fields(layout))
+        """Owners, also those to be, begin to build the groups of `layout`, in the background. Returns at once."""
+        self._next, name = layout, f"layout-{next(self._generation)}"
+        source, target = _fields(self.layout), _fields(layout)
+        await self._on_each(self._both, "prepare_layout", name=name, source=source, layout=target)
 
     async def prepared(self, timeout_s: float) -> int:
         """Wait for that, and for the empty models. Returns the most bytes that a worker will need for its new state."""
-        answers = await self._on_owners("prepared", timeout_s=timeout_s + 5.0, limit_s=timeout_s)
+        answers = await self._on_each(self._both, "prepared", timeout_s=timeout_s + 5.0, limit_s=timeout_s)
         return max(answer["bytes"] for answer in answers)
 
     async def discard(self) -> None:
         """Forget the next layout; the one that trains goes on."""
-        await asyncio.gather(*(self._on(place, "discard") for place in self.owners), return_exceptions=True)
+        await asyncio.gather(*(self._on(place, "discard") for place in self._both), return_exceptions=True)
+        self._next = None
 
     async def parameter_digest(self) -> int:
         """Positional digest of the parameters as the owners hold them."""
@@ -196,17 +235,18 @@ class Trainer:
 
     async def reserve(self) -> None:
         """Take the memory of the new state; step counters and learning rate go with it."""
-        await self._on_owners("reserve", scalars=_same(await self._on_owners("scalars")))
+        await self._on_each(self._both, "reserve", scalars=_same(await self._on_owners("scalars")))
 
     async def adopt(self, layout: TrainLayout, version: int, without: frozenset[str]) -> None:
-        """Train in `layout` from now on; borrowed replicas are built anew to match, from staged weights, but for those
-        on nodes in `without`."""
-        await self._on_owners("adopt")
+        """Train in `layout` from now on. Who is not an owner in it is built anew from staged weights, to lend gradients in
+        replicas that match or to be an owner later, but for nodes in `without`."""
+        await self._on_each(self._both, "adopt")
+        self._next = None
         self._set_layout(layout)
-        world = f"trainers-{next(self._generation)}"
-        there = [r for r in self.borrowed_replicas if without.isdisjoint(r.nodes)]
-        await asyncio.gather(*(self._build_replica(r, world, version) for r in there))
+        await self._build_others(f"trainers-{next(self._generation)}", version, {*self.nodes} - without)
         await self.join(without)
+        # What is staged is not to be loaded into them: their masters are more exact.
+        await self._fleet.call_each(self.owner_nodes, "loaded", role="training", version=version)
 
     # --- checkpoints
 
@@ -231,8 +271,8 @@ def _fields(layout: TrainLayout) -> dict[str, Any]:
 
 
 def _same(each: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all owners say of {steps: {kind of optimizer: count}, lr}; not all have all kinds. Raises CallError where they
-    disagree."""
+    """What all owners say of {steps: {kind of optimizer: count}, lr}; not all have all kinds. Raises CallError where
+    they disagree."""
     steps: dict[str, int] = {}
     for said in each:
         for kind, count in said["steps"].items():

@@ -251,6 +251,7 @@ def _checkpoint_saved(graph: Graph, r: Record) -> None:
 
 
 def _layout_committed(graph: Graph, r: Record) -> None:
+    graph.homes.update(r.get("home") or {})
     graph.recuts.append(
         Recut(
             r["iteration"], r["layout"], "committed", r["t"],

@@ -64,6 +64,37 @@ def test_experts_are_spread_over_the_ranks_and_come_back(minislurm, runs):
     assert read_spec(job.run / "model").experts == 4
 
 
+@pytest.mark.parametrize("policy", ["static", "threshold"])
+def test_the_trainer_grows_onto_another_node_and_back_as_if_it_had_stayed(minislurm, runs, policy):
+    cluster = minislurm(nodes=3)
+    # So small a rate that rounding in another order changes no sampled token: then all runs train on the same answers.
+    same = ("cluster.nodes=3", "split.rollout=2", f"policy.name={policy}", "policy.dwell_s=0.0", "run.iterations=5",
+            "checkpoint.every=1", "training.lr=1e-6", "task.eval_size=0")
+    stayed = JobRun.submit(cluster, runs, *same)
+    assert stayed.wait()["state"] == "completed", stayed.story()
+    job = JobRun.submit(cluster, runs, *same, 'training.layouts={2: "tp=1,nodes=2", 4: "tp=1,nodes=1"}')
+    assert job.wait()["state"] == "completed", job.story()
+    committed = job.records("layout_committed")
+    assert [(r["iteration"], r["layout"]) for r in committed] == [(2, "tp=1,pp=1,nodes=2"), (4, "tp=1,pp=1,nodes=1")]
+    first = {r["node"]: r["home"] for r in job.records("agent_up")}
+    [joined] = [node for node, home in committed[0]["home"].items() if home != first[node]]
+    assert first[joined] == "rollout" and committed[0]["home"][joined] == "training"
+    assert committed[1]["home"] == first and fold(job.records()).homes == first
+    assert accounting(job) == {"trained": 5 * 16, "lost": 0, "doubled": 0}
+    for one, other in zip(stayed.records("step_committed"), job.records("step_committed"), strict=True):
+        assert other["tokens"] == one["tokens"] and other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    # The joined node has trained as an owner, and generated before and after.
+    roles = {r["seq"]: r["roles"][joined] for r in job.records("epoch_committed")}
+    within = [role for seq, role in roles.items() if committed[0]["seq"] < seq < committed[1]["seq"]]
+    assert "rollout" not in within and [*roles.values()][-1] == "rollout"
+    spec = read_spec(job.run / "model")
+    for path in rundir.checkpoints(job.run):
+        scalars = CheckpointReader(path / "state", spec).scalars
+        progress = json.loads((path / "progress.json").read_text())
+        assert len(scalars) == (2 if progress["iteration"] in (2, 3) else 1)
+
+
 def test_an_owner_that_dies_while_the_layout_changes_costs_a_step_back_and_not_the_job(minislurm, runs):
     job = JobRun.submit(
         minislurm(nodes=2), runs, *TWO_DEVICES, "run.iterations=100000", "cluster.time=0:30:00", "checkpoint.every=1",

@@ -212,6 +212,30 @@ def test_a_rank_that_is_in_no_layout_says_so(stage):
         stage.workers[3].call("adopt")
 
 
+def test_a_rank_that_has_left_and_begun_anew_joins_again(stage):
+    model_dir, batches, alone = stage.reference("dense")
+    fleet = trainers.Fleet(stage.workers, 1, model_dir, cut=layout())
+    run = steps(stage, fleet, batches, 0, 1, "again")
+    fleet.recut(layout(dp=2))
+    run += steps(stage, fleet, batches, 1, 2, "again")
+    fleet.recut(layout())
+    fleet.enter([1], "left")
+    fleet.recut(layout(dp=2))
+    run += steps(stage, fleet, batches, 2, 3, "again")
+    assert distance(alone, run) < TOLERANCE
+
+
+def test_a_borrowed_worker_joins_the_owners(stage):
+    """Its shard holds parameters too, but is no part of the state that moves."""
+    model_dir, batches, alone = stage.reference("dense")
+    fleet = trainers.Fleet(stage.workers[:2], 1, model_dir)
+    run = steps(stage, fleet, batches, 0, 1, "lent")
+    fleet.borrowed = []
+    assert_equal_digests(fleet.recut(layout(dp=2)))
+    run += steps(stage, fleet, batches, 1, 2, "lent")
+    assert distance(alone, run) < TOLERANCE
+
+
 def test_a_joiner_that_dies_on_the_way_leaves_the_old_layout_as_it_was(stage):
     """Last: one worker is gone afterwards."""
     model_dir, batches, alone = stage.reference("dense")

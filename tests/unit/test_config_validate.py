@@ -22,6 +22,7 @@ def faults(written):
         "cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0, training: 1}\npolicy: {name: colocated}",
         "cluster: {devices_per_node: 4}\ntraining: {tp: 4}",  # tp a multiple of kv_heads
         "algorithm: {minibatches: 4}",
+        "training: {layouts: {2: \"pp=2,nodes=2\", 3: nodes=1}}",
         "model: {experts: 4}\ncluster: {devices_per_node: 2}\ntraining: {layouts: {2: ep=2}}",
         "cluster: {sbatch_args: [--constraint=a100, --exclude=n3]}",
     ],
@@ -56,7 +57,15 @@ def test_what_works_is_accepted(written):
             "model: 6 experts are not divisible by training.layouts.2: ep = 4",
         ),
         ("training: {layouts: {soon: tp=1}}", "training.layouts.soon: expected the number of an iteration"),
-        ("training: {layouts: {3: dp=2}}", "training.layouts.3: 'dp=2' in 'dp=2' is not one of tp=N, pp=N, ep=N"),
+        ("training: {layouts: {3: dp=2}}", "training.layouts.3: 'dp=2' in 'dp=2' is not one of tp=N, pp=N, ep=N, nodes=N"),
+        (
+            "training: {layouts: {3: \"tp=1,nodes=3\"}}",
+            "training.layouts.3: nodes = 3: of split.training 1 + split.rollout 2 nodes at most 2 can train",
+        ),
+        (
+            "training: {layouts: {3: \"pp=4,nodes=2\"}}\nmodel: {layers: 4}",
+            "training.layouts.3: tp 1 x pp 4 = 4 does not divide nodes 2 x cluster.devices_per_node 1 = 2 workers",
+        ),
         ("training: {layouts: {3: tp=2}}", "training.layouts.3: tp = 2 does not divide cluster.devices_per_node = 1"),
         ("model: {heads: 6}", "model.hidden_size = 128 is not divisible by model.heads = 6"),
         ("model: {kv_heads: 3}", "model.heads = 4 is not divisible by model.kv_heads = 3"),

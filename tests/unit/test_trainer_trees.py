@@ -12,7 +12,7 @@ from dynarl.controller.training import Trainer
 def trainer(owners: int, borrowed: int, devices: int, tp: int) -> Trainer:
     home = {f"b{i}": "rollout" for i in range(borrowed)} | {f"o{i}": "training" for i in range(owners)}
     config = Config(cluster=Cluster(devices_per_node=devices), training=Training(tp=tp))
-    made = Trainer(config, None, home, {node: frozenset({"rollout", "training"}) for node in home}, Degrees(tp))
+    made = Trainer(config, None, home, Degrees(tp))
     made._joined = made.everyone
     return made
 

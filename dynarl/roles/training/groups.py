@@ -15,6 +15,7 @@ from itertools import product
 
 import torch.distributed as dist
 
+from dynarl.config.degrees import vocab_multiple
 from dynarl.config.schema import Config
 from dynarl.roles.training.megatron import ProcessGroupCollection
 from dynarl.roles.training.torch_world import Draft, World
@@ -136,5 +137,4 @@ def replica_layout(config: Config, size: int) -> TrainLayout:
     tp = config.training.tp
     if size % tp:
         raise ValueError(f"{size} ranks do not divide into replicas of tensor-parallel size {tp}")
-    # Matrix units of a GPU want vocabularies of a round size; a CPU does not.
-    return TrainLayout(tp=tp, dp=size // tp, vocab_divisible_by=128 if config.cluster.device == "cuda" else 1)
+    return TrainLayout(tp=tp, dp=size // tp, vocab_divisible_by=vocab_multiple(config))

@@ -88,17 +88,14 @@ class World:
             self._kept[key] = self.new_group(key, self.store, self.name)
         return self._kept[key]
 
-    def draft(self, name: str, store: dist.Store | None = None) -> Draft:
-        """Groups of a layout that may never come to be. All its ranks must give the same name, a new one each time.
-
-        store: one that all of them reach, where their worlds have different ones.
-        """
+    def draft(self, name: str) -> Draft:
+        """Groups of a layout that may never come to be. All its ranks must give the same name, a new one each time."""
         # A client of the store serves one call at a time, and here one may wait long for a rank that never comes.
-        return Draft(self, name, store or self.store.clone())
+        return Draft(self, name, self.store.clone())
 
-    def forget(self, ranks: Sequence[int]) -> None:
-        """End every group in which one of these ranks is: that process is gone."""
-        for key in [key for key in self._kept if set(key[0]) & set(ranks)]:
+    def keep_among(self, ranks: Sequence[int]) -> None:
+        """End every group in which there are other ranks than these: they may have entered another world since."""
+        for key in [key for key in self._kept if not set(key[0]) <= set(ranks)]:
             dist.destroy_process_group(self._kept.pop(key))
 
     def key(self, ranks: Sequence[int]) -> GroupKey:

@@ -119,14 +119,15 @@ class Trainer:
 
     # ---- to another layout
 
-    def connect(self, name: str, source: TrainLayout, layout: TrainLayout, store: dist.Store | None = None) -> None:
+    def connect(self, name: str, source: TrainLayout, layout: TrainLayout) -> None:
         """Begin to build the groups of `layout`, and one over all ranks of both layouts, in the background.
 
-        All ranks of both must be told. name: of this attempt, the same on all ranks and never used before. store: one
-        that all of them reach, if it is not that of their world.
+        All ranks of both must be told. name: of this attempt, the same on all ranks and never used before.
         """
         self.discard()
-        draft = self.world.draft(name, store)
+        if self.world.rank in source.ranks:
+            self.world.keep_among(source.ranks)  # whoever has left the trainer began anew
+        draft = self.world.draft(name)
         self._connecting = _Connecting(draft, source, layout.checked(self.arch.spec))
 
     def prepare(self, limit_s: float | None = None) -> int:
@@ -166,14 +167,19 @@ class Trainer:
 
     def state(self) -> State:
         """The state of this rank, of the shard that trains as the source and the next one as the destination."""
-        return State(self.awake if self.has_shard else None, self.next)
+        return State(self._source, self.next)
+
+    @property
+    def _source(self) -> Shard | None:
+        """What this rank has of the layout that trains: nothing where it only lends gradients."""
+        return self.awake if self._shard is not None and self._shard.owner else None
 
     def endpoint(self, source: Layout, destination: Layout) -> State:
         """The state of this rank for a plan from one layout to another. Either may be that of the shard that trains,
         that of the next one, or one in which this rank holds nothing."""
 
         def shard_of(layout: Layout) -> Shard | None:
-            for shard in (self.awake if self.has_shard else None, self.next):
+            for shard in (self._source, self.next):
                 if shard is not None and isinstance(layout, TrainLayout):
                     mine = shard.layout
                     if dataclasses.replace(layout, kinds=mine.kinds, shards=mine.shards) == mine:

@@ -20,7 +20,6 @@ Only owners hold optimizer state. Sums are reported per lease in the event "trai
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -111,22 +110,9 @@ class TrainingWorker(TransitionSide, Worker):
 
     # ---- to another layout
 
-    def do_prepare_layout(
-        self,
-        name: str,
-        source: dict[str, Any],
-        layout: dict[str, Any],
-        store: str | None = None,
-        restarted: Sequence[int] = (),
-    ) -> None:
-        """Begin to build the groups of `layout`. name: of this attempt, never used before.
-
-        store: address of one that all ranks of both layouts reach, if it is not the one that all were built with.
-        restarted: ranks whose process is another one than at the last transition; groups that they were in are ended.
-        """
-        self.trainer.world.forget(restarted)
-        connected = torch_world.connect(store) if store else None
-        self.trainer.connect(name, train_layout(source), train_layout(layout), connected)
+    def do_prepare_layout(self, name: str, source: dict[str, Any], layout: dict[str, Any]) -> None:
+        """Begin to build the groups of `layout`. name: of this attempt, never used before."""
+        self.trainer.connect(name, train_layout(source), train_layout(layout))
 
     def do_prepared(self, limit_s: float) -> dict[str, int]:
         """Bytes that `reserve` will take, and how many groups are kept."""
@@ -180,8 +166,9 @@ class TrainingWorker(TransitionSide, Worker):
         )
 
     def do_load(self, model_dir: str, version: int) -> dict[str, str]:
-        self.trainer.load(model_dir)
-        self.trainer.begin(self.trainer.loss)
+        if self.trainer.has_shard:
+            self.trainer.load(model_dir)
+            self.trainer.begin(self.trainer.loss)
         return {"digest": digest_weights(model_dir)}
 
     def do_begin(self, step: int, loss: str) -> None:
