@@ -93,7 +93,8 @@ class Harness:
     def start(self, module: str, name: str, python: str = sys.executable, env: dict[str, str] | None = None, up_timeout_s: float = 120.0) -> Handle:
         """Start `python -m module` and wait until it reports that it is up."""
         log = self.directory / f"{name}.log"
-        environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"} | (env or {})
+        path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "tests")])  # the programs of tests, too
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (env or {})
         with open(log, "w") as file:
             process = subprocess.Popen(
                 [python, "-m", module, "--socket", self.address, "--name", name], env=environment, stdout=file, stderr=file

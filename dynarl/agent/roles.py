@@ -9,7 +9,7 @@ import asyncio
 import shutil
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +17,7 @@ from dynarl import wire
 from dynarl.agent.gate import Gate
 from dynarl.agent.work import Work
 from dynarl.scheduler.policy import ROLES
+from dynarl.transport.hf import copy_small_files
 
 if TYPE_CHECKING:
     from dynarl.agent.agent import Agent
@@ -43,13 +44,13 @@ class Roles:
     async def on_stage(self, peer: str, version: int, source: str) -> None:
         """Make the staging directory of a version from a model directory on the shared file system."""
         # In a thread: while this agent stands still its controller takes the node for lost.
-        await asyncio.to_thread(self._stage, version, Path(source), lambda path: True)
+        await asyncio.to_thread(self._stage, version, Path(source))
 
-    def _stage(self, version: int, source: Path, wanted: Callable[[Path], bool]) -> None:
+    def _stage(self, version: int, source: Path) -> None:
         target = self.version_dir(version)
         target.mkdir(exist_ok=True)
         for path in source.iterdir():
-            if path.is_file() and wanted(path) and not (target / path.name).exists():
+            if path.is_file() and not (target / path.name).exists():
                 shutil.copyfile(path, target / path.name)
 
     # --- one change of roles, in the order of its phases
@@ -155,7 +156,7 @@ class Roles:
         return [answer["digest"] for answer in answers if answer and "digest" in answer]
 
     def stage_small_files(self, version: int, source: Path) -> None:
-        self._stage(version, source, lambda path: ".safetensors" not in path.name)  # an index of several neither
+        copy_small_files(source, self.version_dir(version))
 
     def keep_versions(self, versions: list[int]) -> None:
         """Drop all other staged versions."""

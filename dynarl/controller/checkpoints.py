@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from dynarl import rundir
 from dynarl.transport.files import write_durably
+from dynarl.transport.hf import copy_small_files
 from dynarl.wire import CallError
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ class Checkpoints:
 
     async def _write(self, path: Path, progress: str) -> None:
         job, began = self._job, time.monotonic()
-        for file in job.model_dir.iterdir():
-            if file.is_file() and ".safetensors" not in file.name:  # an index of several neither
-                await asyncio.to_thread(shutil.copyfile, file, path / "model" / file.name)
+        await asyncio.to_thread(copy_small_files, job.model_dir, path / "model")
         write_durably(path / "progress.json", progress.encode())
         await job.trainer.saved()
         rundir.mark_complete(path)

@@ -87,7 +87,8 @@ def import_model(source: Path, target: Path) -> ModelSpec:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """config.json, tokenizer and the like: what a model directory needs beside the weights."""
+    """config.json, tokenizer and the like: what a model directory needs beside the weights. Files that are there already
+    stay."""
     for path in sorted(source.iterdir()):
         if (
             path.is_file()
@@ -95,6 +96,7 @@ def copy_small_files(source: Path, target: Path) -> None:
             and not path.name.startswith(".")
             and path.suffix not in (".bin", ".pt", ".tmp")
             and path.stat().st_size < SMALL_FILE_BYTES
+            and not (target / path.name).exists()
         ):
             shutil.copyfile(path, target / path.name)
 

@@ -62,7 +62,7 @@ def imported(model, place) -> Path:
 @pytest.fixture(scope="module")
 def workers(place):
     with Harness(place, timeout_s=PATIENCE_S) as harness:
-        yield [harness.start("dynarl.roles.training.worker", f"t{i}", up_timeout_s=PATIENCE_S) for i in range(3)]
+        yield [harness.start("training_worker", f"t{i}", up_timeout_s=PATIENCE_S) for i in range(3)]
 
 
 def dynarl(*arguments: str) -> None:

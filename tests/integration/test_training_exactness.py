@@ -30,7 +30,7 @@ def stage(tmp_path_factory):
     batches = trainers.recorded()
     with Harness(directory) as harness:
         trainers.score(harness, model_dir, batches)
-        workers = [harness.start("dynarl.roles.training.worker", f"t{i}") for i in range(4)]
+        workers = [harness.start("training_worker", f"t{i}") for i in range(4)]
         alone = trainers.Fleet(workers[:1], 1, model_dir).run(batches, one_lease, directory / "alone")
         yield Stage(directory, model_dir, batches, workers, alone)
 

@@ -5,7 +5,6 @@ layouts in the middle: masters, moments and counters are the same bit by bit at 
 afterwards up to the order of additions. And the digests notice a state that is not the same.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import trainers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_model import write_model  # noqa: E402
 from trainers import layout  # noqa: E402
-from worker_harness import CHECKOUT, Harness  # noqa: E402
+from worker_harness import Harness  # noqa: E402
 
 from dynarl import wire  # noqa: E402
 from dynarl.roles.training import checkpoint  # noqa: E402
@@ -40,8 +39,7 @@ MODELS = {
 class Stage:
     def __init__(self, directory, harness):
         self.directory, self.harness = directory, harness
-        env = {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "tests")])}
-        self.workers = [harness.start("faulty_training_worker", f"t{i}", env=env) for i in range(4)]
+        self.workers = [harness.start("training_worker", f"t{i}") for i in range(4)]
         self._references = {}
 
     def reference(self, model, dtype="float32"):

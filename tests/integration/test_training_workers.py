@@ -28,7 +28,7 @@ def stage(tmp_path_factory):
     batches = trainers.recorded()[:2]
     with Harness(directory) as harness:
         trainers.score(harness, model_dir, batches)
-        yield directory, model_dir, batches, [harness.start("dynarl.roles.training.worker", f"t{i}") for i in range(2)]
+        yield directory, model_dir, batches, [harness.start("training_worker", f"t{i}") for i in range(2)]
 
 
 @pytest.fixture(autouse=True)

@@ -79,16 +79,6 @@ def test_cutting_and_joining_weights_is_bitwise(tmp_path, family, degrees):
     assert set(original) == set(joined) and all(torch.equal(original[name], joined[name]) for name in original)
 
 
-def test_an_exported_directory_is_complete_and_bitwise_equal(groups, tmp_path):
-    directory = write_model(str(tmp_path / "a"))
-    (tmp_path / "a" / "tokenizer.json").write_text("{}")
-    arch, _, params = load(directory, groups)
-    weights.export(params, arch.spec, ALONE, groups.all, weights.small_files(directory), tmp_path / "b")
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
-    assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_a_checkpoint_split_over_files_is_read_through_its_index(tmp_path):
     from safetensors.torch import save_file
 
@@ -190,7 +180,7 @@ def test_the_worker_imports_neither_transformers_nor_the_compiler():
     )
 
 
-def test_a_half_written_export_is_never_at_the_final_name(tmp_path, monkeypatch):
+def test_half_written_weights_are_never_at_the_final_name(tmp_path, monkeypatch):
     directory = write_model(str(tmp_path / "a"))
     tensors = load_file(f"{directory}/model.safetensors")
     old = zlib.crc32((tmp_path / "a" / "model.safetensors").read_bytes())
@@ -200,5 +190,5 @@ def test_a_half_written_export_is_never_at_the_final_name(tmp_path, monkeypatch)
 
     monkeypatch.setattr(weights, "save_file", interrupted)
     with pytest.raises(OSError, match="disk full"):
-        weights.write_model(tensors, {}, tmp_path / "a")
+        weights.write_weights(tensors, tmp_path / "a")
     assert zlib.crc32((tmp_path / "a" / "model.safetensors").read_bytes()) == old

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from dynarl.roles.training.weights import small_files, write_model
+from dynarl.roles.training.weights import write_weights
+from dynarl.transport.hf import copy_small_files
 from dynarl.vps.digest import digest_weights
 from dynarl.vps.spec import ModelSpec
 
@@ -28,8 +29,10 @@ def create_model(model_dir: str, model: dict[str, Any], tokenizer_dir: str, seed
     config = hf_config(model, vocab, special)
     spec = ModelSpec.from_hf(config)
     tensors = {name: _initial(name, shape, spec, seed) for name, shape, _ in spec.tensors}
-    files = small_files(tokenizer_dir) | {"config.json": json.dumps(config, indent=2).encode()}
-    write_model({name: value.to(getattr(torch, model["dtype"])) for name, value in tensors.items()}, files, model_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    copy_small_files(Path(tokenizer_dir), directory)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    write_weights({name: value.to(getattr(torch, model["dtype"])) for name, value in tensors.items()}, directory)
     return {"parameters": sum(value.numel() for value in tensors.values()), "digest": digest_weights(model_dir)}
 
 

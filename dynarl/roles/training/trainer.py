@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dynarl.config.schema import Config
 from dynarl.rl.losses import policy_loss, supervised_loss
-from dynarl.roles.training import microbatch, weights
+from dynarl.roles.training import microbatch
 from dynarl.roles.training.arch import Arch, read_arch
 from dynarl.roles.training.groups import Groups, build_groups
 from dynarl.roles.training.logprobs import entropy, token_logprobs
@@ -67,7 +67,6 @@ class Trainer:
         arch = read_arch(model_dir)
         # State is kept in the type that is trained in, whatever the files have.
         self.arch: Arch = dataclasses.replace(arch, spec=dataclasses.replace(arch.spec, dtype=config.model.dtype))
-        self.files = weights.small_files(model_dir)
         self._shard: Shard | None = None
         self.next: Shard | None = None
         self._connecting: _Connecting | None = None
@@ -236,12 +235,6 @@ class Trainer:
     def load(self, model_dir: str) -> None:
         """Take the weights of a Hugging Face directory."""
         self.awake.load(model_dir)
-
-    def export(self, model_dir: str) -> None:
-        """Write the Hugging Face directory. All owners must call; the first one writes."""
-        weights.export(
-            self.params, self.arch.spec, self.shard.layout, self.groups.all, self.files, model_dir
-        )
 
     # ---- training
 

@@ -2,7 +2,7 @@
 
 Life of a batch, the same for owners and borrowed workers up to the last line::
 
-    begin -> train, train, ... (queued; one micro-batch between calls) -> drain -> reduce -> [owners] step, export
+    begin -> train, train, ... (queued; one micro-batch between calls) -> drain -> reduce -> [owners] step
 
 To another layout, between two batches. The old one is not touched until `adopt`, and `discard` leads back to it::
 
@@ -19,7 +19,6 @@ Only owners hold optimizer state. Sums are reported per lease in the event "trai
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
@@ -37,7 +36,7 @@ from dynarl.roles.worker import Worker, main
 from dynarl.transport.planning import RankPlan, Request, layout_of
 from dynarl.transport.torch_p2p import LIMIT_S
 from dynarl.transport.worker_side import TransitionSide
-from dynarl.vps.digest import WEIGHTS_FILE, digest_weights
+from dynarl.vps.digest import digest_weights
 from dynarl.vps.layout import ALL_KINDS
 from dynarl.vps.train_layout import TrainLayout
 
@@ -207,13 +206,6 @@ class TrainingWorker(TransitionSide, Worker):
 
     def do_step(self, global_tokens: float, lr: float) -> dict[str, float]:
         return {"grad_norm": self.trainer.step(global_tokens, lr), "lr": lr}
-
-    def do_export(self, model_dir: str, version: int) -> dict[str, Any]:
-        """Write the weights. Only the first owner has a digest to report."""
-        self.trainer.export(model_dir)
-        if self.trainer.groups.all.rank() != 0:
-            return {"bytes": 0, "digest": None}
-        return {"bytes": os.path.getsize(os.path.join(model_dir, WEIGHTS_FILE)), "digest": digest_weights(model_dir)}
 
     def do_save(self, dir: str) -> None:
         """Copy the state of this owner and begin to write it; ask `saved` whether it is on disk."""
