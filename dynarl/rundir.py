@@ -226,7 +226,7 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((p for p in found if (p / COMPLETE).exists()), key=checkpoint_iteration)
 
 
-def small_files(model: str | Path) -> Path:
+def config_dir(model: str | Path) -> Path:
     """Where config.json and the tokenizer of `model.path` are: a Hugging Face directory, or a checkpoint of ours."""
     path = Path(model).expanduser()
     return path / "model" if (path / "state").is_dir() else path

@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Callable
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -30,10 +31,10 @@ from dynarl.bench.arrays import Arrays
 from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE, TUNING
 from dynarl.bench.vps_mail import Mail
 from dynarl.transport.files import owned_once
-from dynarl.transport.planning import Request, describe, relabelled
+from dynarl.transport.planning import ByNode, Request, describe
 from dynarl.transport.torch_p2p import execute
 from dynarl.vps.layout import ALL_KINDS
-from dynarl.vps.plan import plan_for_rank
+from dynarl.vps.plan import plan_for_rank, plan_transition
 from dynarl.vps.train_layout import TrainLayout
 
 OPTIMIZER = ("master", "exp_avg", "exp_avg_sq")
@@ -79,6 +80,14 @@ def checkpoint(endpoint: Arrays, rank: int, directory: Path) -> tuple[Callable[[
         lambda: dcp.save(dict(source), checkpoint_id=str(directory)),
         lambda: dcp.load(dict(target), checkpoint_id=str(directory)),
     )
+
+
+def relabelled(request: Request) -> Request:
+    """The same transition with the destination's ranks in the order that moves fewest bytes."""
+    nodes = ByNode(request)
+    plan = plan_transition(request.spec, *nodes.layouts, **nodes.options)
+    destination = plan.dst.relabelled([nodes.outer(rank) for rank in plan.dst.ranks])
+    return msgspec.structs.replace(request, destination=describe(destination))
 
 
 def main(rank: int, work: Path) -> None:

@@ -31,13 +31,13 @@ def parse(text: str) -> Degrees:
     >>> parse("dp=2")
     Traceback (most recent call last):
         ...
-    dynarl.errors.ConfigError: 'dp=2' in 'dp=2' is not one of tp=N, pp=N, ep=N, nodes=N (dp follows from the number of workers)
+    dynarl.errors.ConfigError: 'dp=2' in 'dp=2' is not one of tp=N, pp=N, ep=N, nodes=N
     """
     values: dict[str, int] = {}
     for item in text.split(","):
         found = re.fullmatch(r"\s*(tp|pp|ep|nodes)\s*=\s*([1-9]\d*)\s*", item)
         if not found:
-            known = "tp=N, pp=N, ep=N, nodes=N (dp follows from the number of workers)"
+            known = "tp=N, pp=N, ep=N, nodes=N"
             raise ConfigError(f"{item.strip()!r} in {text!r} is not one of {known}")
         if found[1] in values:
             raise ConfigError(f"{found[1]} is there twice in {text!r}")

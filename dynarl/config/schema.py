@@ -70,7 +70,8 @@ class Cluster(Section):
 class Split(Section):
     """Home roles: nodes of each component of the heterogeneous step. They must add up to cluster.nodes.
 
-    Training nodes own the optimizer state for good; all other nodes may change role as the policy says.
+    Training nodes own the optimizer state (training.layouts may change how many they are); all other nodes may change
+    role as the policy says.
     """
 
     rollout: Annotated[Count, doc("nodes that generate")] = 2
@@ -197,6 +198,10 @@ class Training(Section):
             "`nodes=N` among them: rollout nodes join the trainer, or leave it, so that it has N nodes"
         ),
     ] = {}
+    moved_by: Annotated[
+        Literal["mpi", "torch"],
+        doc("what carries the state to another layout: MPI by way of host memory, or torch (NCCL on GPUs)"),
+    ] = "mpi"
     lr: Annotated[NonNegative, doc("learning rate")] = 1e-3
     lr_warmup_steps: Annotated[Count, doc("optimizer steps over which the rate rises to lr")] = 0
     weight_decay: Annotated[NonNegative, doc("AdamW's")] = 0.0

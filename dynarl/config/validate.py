@@ -222,7 +222,7 @@ def _shape(config: Config) -> Shape:
             model.experts,
             "model",
         )
-    file = rundir.small_files(model.path) / "config.json"
+    file = rundir.config_dir(model.path) / "config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         heads = found["num_attention_heads"]

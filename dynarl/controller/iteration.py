@@ -382,7 +382,7 @@ class Iteration:
             self._wake()
 
     async def train_on(self, nodes: Iterable[str]) -> None:
-        """These nodes have the training role when this returns: whoever has gradients or steps must be awake for that."""
+        """Bring these nodes into the training role: whoever holds gradients has to be awake when the optimizer steps."""
         if moves := {node: "training" for node in nodes if self._epochs.roles[node] != "training"}:
             self._leaving |= set(moves)
             await self._move(moves)

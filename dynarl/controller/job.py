@@ -168,7 +168,7 @@ class Job:
         target.mkdir(exist_ok=True)
         if self.config.model.path:
             given = Path(self.config.model.path).expanduser()
-            if rundir.small_files(given) != given:  # a checkpoint of ours
+            if rundir.config_dir(given) != given:  # a checkpoint of ours
                 await asyncio.to_thread(export_model, given, target)
                 return target
             for path in given.iterdir():
@@ -247,8 +247,8 @@ class Job:
         await self.fleet.call_each(self.home, "forget", iteration=0)
 
     def settle(self) -> None:
-        """Home roles, and the roles that nodes are given, follow the trainer's layout: without training where none of its
-        replicas fits."""
+        """Home roles, and the roles that nodes are given, follow the trainer's layout: without training where none of
+        its replicas fits."""
         self.home = self.epochs.home = self.trainer.home
         lent = {node for replica in self.trainer.replicas for node in replica.nodes}
         self.offers = {
@@ -317,7 +317,7 @@ class Job:
             if tokens:
                 stepped = await self.trainer.step(contributors, tokens, lr)
             else:
-                log.warning("iteration %d: no token counts (all answers are masked); the weights stay as they are", number)
+                log.warning("iteration %d: no token counts (all answers are masked); the weights stay", number)
                 stepped = {"grad_norm": 0.0, "lr": lr}
             self.progress.step += 1
             samples = run.ledger.trained(batch)

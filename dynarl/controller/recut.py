@@ -51,7 +51,9 @@ class Recut:
                 await self._stay(number + 1, error)
                 return
             self._prepared = following
-            self._planning = asyncio.ensure_future(job.transitions.plan(job.transition(following, list(ALL_KINDS))))
+            if not self._by_torch:
+                request = job.transition(following, list(ALL_KINDS))
+                self._planning = asyncio.ensure_future(job.transitions.plan(request))
 
     async def _other_layout(self, number: int) -> TrainLayout | None:
         """That of an iteration, if the trainer is in another one and it has not been refused too often."""
@@ -86,7 +88,8 @@ class Recut:
         await job.workers.settled()  # borrowed workers are built anew; not beside their revival
         # From here on a fault leads back to the newest checkpoint, which any layout can read.
         async with job.critical:
-            await job.transitions.finish(moved)
+            if not self._by_torch:
+                await job.transitions.finish(moved)
             await job.trainer.adopt(layout, job.weights.version, job.away())
             await self._put_to_sleep()
             job.settle()
@@ -108,12 +111,25 @@ class Recut:
 
     async def _move(self, layout: TrainLayout) -> Moved:
         """The state is at both sides, and the same. Raises CallError, TimeoutError."""
-        transitions = self._job.transitions
-        moved = await transitions.carry_out(self._job.transition(layout, list(ALL_KINDS)), TIMEOUT_S)
+        if self._by_torch:
+            moved = await self._move_by_torch()
+        else:
+            moved = await self._job.transitions.carry_out(self._job.transition(layout, list(ALL_KINDS)), TIMEOUT_S)
         if differing := compare_state(moved.digests):
-            await transitions.abort(moved.key, f"digests differ: {differing}")
+            if not self._by_torch:
+                await self._job.transitions.abort(moved.key, f"digests differ: {differing}")
             raise CallError(f"what arrived is not what was sent: {differing}")
         return moved
+
+    @property
+    def _by_torch(self) -> bool:
+        return self._job.config.training.moved_by == "torch"
+
+    async def _move_by_torch(self) -> Moved:
+        trainer, began = self._job.trainer, time.monotonic()
+        num_bytes = await trainer.transfer(TIMEOUT_S)
+        phases = {"run_ms": 1e3 * (time.monotonic() - began)}
+        return Moved("", phases, num_bytes, {"": await trainer.digests()})
 
     async def _stay(self, number: int, error: Exception) -> None:
         """The old layout goes on."""

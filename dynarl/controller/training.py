@@ -1,8 +1,7 @@
 """The trainer as a whole: owners that hold the optimizer, borrowed workers that lend their gradients, one step for all.
 
 Every training worker has a fixed rank, whatever it is used for. Owners (home role training) form one layout; a replica
-of borrowed workers is a layout of its own, of the same degrees, inside one node, and joins only the standalone reduction
-group. At a step each borrowed gradient buffer is summed, along a tree, into that of the owner at the same place of its
+of borrowed workers is a layout of its own, of the same degrees, inside one node, and joins only the reduction group. At a step each borrowed gradient buffer is summed, along a tree, into that of the owner at the same place of its
 replica; then the owners reduce among themselves, clip and step.
 
 Between two iterations the owners may change to another layout, on other nodes as well: what the new one needs is built
@@ -35,8 +34,8 @@ STEP_TIMEOUT_S = 600.0
 
 
 class Trainer:
-    """All training workers; owners come first in the reduction world. `home`: home roles to begin with; `layout`: that of
-    the owners."""
+    """All training workers; owners come first in the reduction world. `home`: home roles as they follow from `layout`,
+    that of the owners."""
 
     def __init__(self, config: Config, fleet: Fleet, home: dict[str, str], degrees: Degrees):
         self._config, self._fleet, self._first_home = config, fleet, home
@@ -237,9 +236,19 @@ class Trainer:
         """Take the memory of the new state; step counters and learning rate go with it."""
         await self._on_each(self._both, "reserve", scalars=_same(await self._on_owners("scalars")))
 
+    async def transfer(self, timeout_s: float) -> int:
+        """Move the state to the next layout over torch's process groups. Returns the bytes that workers received."""
+        answers = await self._on_each(self._both, "transfer", timeout_s=timeout_s + 5.0, limit_s=timeout_s)
+        return sum(answer["bytes_received"] for answer in answers)
+
+    async def digests(self) -> dict[str, Any]:
+        """By worker, of both layouts, for `transitions.compare_state`."""
+        answers = await self._on_each(self._both, "digests")
+        return {f"{node}:{device}": answer for (node, device), answer in zip(self._both, answers)}
+
     async def adopt(self, layout: TrainLayout, version: int, without: frozenset[str]) -> None:
-        """Train in `layout` from now on. Who is not an owner in it is built anew from staged weights, to lend gradients in
-        replicas that match or to be an owner later, but for nodes in `without`."""
+        """Train in `layout` from now on. Who is not an owner in it is built anew from staged weights, to lend gradients
+        in replicas that match or to be an owner later, but for nodes in `without`."""
         await self._on_each(self._both, "adopt")
         self._next = None
         self._set_layout(layout)

@@ -1,4 +1,4 @@
-"""Model state on its way from one layout to another: the same phases on every node, and nothing new counts before the last.
+"""Model state on its way from one layout to another: the same phases on every node; nothing new counts before the last.
 
     prepare   every rank plans its part; all must have made the same plan     kept, so that weights are planned once
     reserve   memory for the new state
@@ -76,7 +76,7 @@ class Transitions:
                     lap("reserve_ms")
                 answers = await self._run(request.key, timeout_s, version)
                 lap("run_ms")
-            except BaseException as error:  # also when this is cancelled: a node that is told nothing would go on waiting
+            except BaseException as error:  # also when this is cancelled: a node that is told nothing would wait on
                 await asyncio.shield(self.abort(request.key, str(error) or type(error).__name__))
                 raise
             return Moved(
@@ -134,7 +134,13 @@ class Transitions:
         await asyncio.gather(
             *(
                 self._fleet.call(
-                    node, "abort_transition", timeout_s=GRACE_S, key=key, reason=reason, nodes=self._ranks, limit_s=GRACE_S
+                    node,
+                    "abort_transition",
+                    timeout_s=GRACE_S,
+                    key=key,
+                    reason=reason,
+                    nodes=self._ranks,
+                    limit_s=GRACE_S,
                 )
                 for node in self._nodes
             ),

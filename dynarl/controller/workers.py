@@ -119,7 +119,7 @@ class Workers:
             seed=self._job.config.run.seed,
             limit_s=self._job.config.task.verify_timeout_s,
             # Prompts are written in the vocabulary of the model that is trained; a fresh model takes the task's.
-            tokenizer_dir=str(rundir.small_files(given)) if (given := self._job.config.model.path) else None,
+            tokenizer_dir=str(rundir.config_dir(given)) if (given := self._job.config.model.path) else None,
         )
         self._job.journal.append("worker_up", node=node, role="environment", device=0, attempt=started["attempt"])
 

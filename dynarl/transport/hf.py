@@ -87,8 +87,7 @@ def import_model(source: Path, target: Path) -> ModelSpec:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """config.json, tokenizer and the like: what a model directory needs beside the weights. Files that are there already
-    stay."""
+    """config.json, tokenizer and the like: what a model directory needs beside the weights. Files that are there stay."""
     for path in sorted(source.iterdir()):
         if (
             path.is_file()

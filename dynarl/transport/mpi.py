@@ -5,8 +5,8 @@ soon as its message is packed, in the order of the rounds; nothing blocks. An ag
 message is on the wire, else it sleeps: an idle process must not burn a core in MPI. Messages between ranks of one node
 never come here (see `Carrier`).
 
-A send that has completed may not have left: MPI carries on with it only while it is called. So no agent goes away before
-all have what they wait for; they meet at a barrier at the end.
+A send that has completed may not have left: MPI carries on with it only while it is called. So no agent goes away
+before all have what they wait for; they meet at a barrier at the end.
 
 Tags: both agents of a pair number the messages between them by (round, sender, part), so a message has a tag of its own
 in its transition, and messages of two transitions that follow each other differ too.
@@ -98,7 +98,7 @@ class Exchange:
         timeout_s: float,
         checks: Iterable[Callable[[], None]] = (),
     ) -> dict[str, float]:
-        """Move everything; returns when all agents of the communicator have what they wait for, so all of them take part.
+        """Move everything; returns when all agents of the communicator have what they wait for: all must take part.
         Returns {"wire_s", "waited_s"}: seconds until the last message had arrived here, and asleep.
 
         The event loop gets its turn every millisecond. Raises Overdue at the deadline, PeerDied when a worker here is

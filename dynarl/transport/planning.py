@@ -16,7 +16,7 @@ import msgspec
 
 from dynarl.transport.messages import Places
 from dynarl.vps.layout import CheckpointLayout, EngineLayout, HFLayout, Layout
-from dynarl.vps.plan import plan_for_rank, plan_transition
+from dynarl.vps.plan import plan_for_rank
 from dynarl.vps.spec import ModelSpec, preset
 from dynarl.vps.train_layout import Shards, TrainLayout
 
@@ -79,7 +79,7 @@ class RankPlan:
 
 def plan_rank(request: Request, rank: int) -> RankPlan:
     """This rank's part of the plan of `request`. Raises ValueError (LayoutError, SpecError) for what cannot be."""
-    nodes = _ByNode(request)
+    nodes = ByNode(request)
     plan = plan_for_rank(request.spec, *nodes.layouts, nodes.inner(rank), **nodes.options)
     inner = nodes.inner(rank)
     return RankPlan(
@@ -93,16 +93,7 @@ def plan_rank(request: Request, rank: int) -> RankPlan:
     )
 
 
-def relabelled(request: Request) -> Request:
-    """The same transition with the destination's ranks in the order that moves fewest bytes. Whoever decides on a
-    transition does this once; everybody else plans what it says."""
-    nodes = _ByNode(request)
-    plan = plan_transition(request.spec, *nodes.layouts, **nodes.options)
-    destination = plan.dst.relabelled([nodes.outer(rank) for rank in plan.dst.ranks])
-    return msgspec.structs.replace(request, destination=describe(destination))
-
-
-class _ByNode:
+class ByNode:
     """Ranks as the planner gets them: workers and staging rank of a node side by side, so that it knows who is near."""
 
     def __init__(self, request: Request):

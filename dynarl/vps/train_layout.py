@@ -158,7 +158,7 @@ class TrainLayout(Layout):
 
     @property
     def replicas_per_lease(self) -> int:
-        """How many neighbouring replicas exchange tokens for their experts, and so work on the same samples together."""
+        """How many neighbouring replicas exchange tokens for their experts, and so work on the same samples."""
         return math.lcm(self.tp, self.etp * self.ep) // self.tp
 
     @property

@@ -30,9 +30,10 @@ def accounting(job: JobRun) -> dict[str, int]:
     return asdict(fold(job.records()).samples.tally())
 
 
-def test_a_trainer_changes_tp_pp_and_dp_between_iterations(minislurm, runs):
+@pytest.mark.parametrize("moved_by", ["mpi", "torch"])
+def test_a_trainer_changes_tp_pp_and_dp_between_iterations(minislurm, runs, moved_by):
     job = JobRun.submit(
-        minislurm(nodes=2), runs, *TWO_DEVICES, "run.iterations=6", "checkpoint.every=2", "training.tp=2",
+        minislurm(nodes=2), runs, *TWO_DEVICES, f"training.moved_by={moved_by}", "run.iterations=6", "checkpoint.every=2", "training.tp=2",
         'training.layouts={2: "pp=2", 4: "tp=1", 6: "tp=2"}')
     assert job.wait()["state"] == "completed", job.story()
     committed = job.records("layout_committed")
@@ -69,7 +70,7 @@ def test_the_trainer_grows_onto_another_node_and_back_as_if_it_had_stayed(minisl
     cluster = minislurm(nodes=3)
     # So small a rate that rounding in another order changes no sampled token: then all runs train on the same answers.
     same = ("cluster.nodes=3", "split.rollout=2", f"policy.name={policy}", "policy.dwell_s=0.0", "run.iterations=5",
-            "checkpoint.every=1", "training.lr=1e-6", "task.eval_size=0")
+            "checkpoint.every=1", "checkpoint.keep=9", "training.lr=1e-6", "task.eval_size=0")
     stayed = JobRun.submit(cluster, runs, *same)
     assert stayed.wait()["state"] == "completed", stayed.story()
     job = JobRun.submit(cluster, runs, *same, 'training.layouts={2: "tp=1,nodes=2", 4: "tp=1,nodes=1"}')

@@ -1,16 +1,25 @@
 """Every rank plans for itself: what they come to fits together."""
 
+import itertools
+
+import numpy as np
 import pytest
 
-from dynarl.transport.messages import Lanes, Schedule
+from dynarl.controller.replicas import layout_on
+from dynarl.transport.messages import Lanes, Schedule, num_bytes
 from dynarl.transport.mpi import ExchangeError, neighbours, tags
-from dynarl.transport.planning import Request, _ByNode, describe, layout_of, plan_rank, relabelled
+from dynarl.transport.planning import Request, ByNode, describe, layout_of, plan_rank
 from dynarl.vps.layout import EngineLayout
 from dynarl.vps.train_layout import TrainLayout
 
 MODEL = {
     "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 131, "tie_word_embeddings": True,
+}  # fmt: skip
+
+EXPERTS = MODEL | {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "tie_word_embeddings": False, "head_dim": 16, "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -78,7 +87,7 @@ def test_ranks_that_do_not_agree_are_named():
 
 
 def test_ranks_are_numbered_by_node_for_the_planner_and_back():
-    nodes = _ByNode(sync(3, 2))
+    nodes = ByNode(sync(3, 2))
     places = sync(3, 2).places
     ranks = [*range(6), *(places.staging_rank(n) for n in range(3))]
     assert sorted(nodes.inner(r) for r in ranks) == list(range(9))
@@ -87,12 +96,45 @@ def test_ranks_are_numbered_by_node_for_the_planner_and_back():
         places.node_of(9)
 
 
-def test_relabelling_moves_no_more():
-    request = recut()
-    best = relabelled(request)
-    moved = [sum(plan_rank(r, rank).bytes_received for rank in r.ranks()) for r in (best, request)]
-    assert moved[0] <= moved[1]
-    assert sorted(layout_of(best.destination).ranks) == [0, 1, 2, 3] and best.key == relabelled(request).key
+def missing(request: Request) -> int:
+    """Bytes of the model that each node's own workers have none of, summed over the nodes."""
+    spec, (source, _) = request.spec, request.layouts()
+    total = 0
+    for node in range(request.num_nodes):
+        seen = [np.zeros(tensor.shape, bool) for tensor in spec.tensors]
+        for rank in (r for r in source.ranks if request.places.node_of(r) == node):
+            held = source.pieces(spec, "param", [rank])
+            for i, tensor in enumerate(held.tensor.tolist()):
+                seen[tensor][tuple(slice(*side) for side in held.box(i, seen[tensor].ndim))] = True
+        total += sum(int((~some).sum()) for some in seen)
+    return total * spec.itemsize("param")
+
+
+DEGREES = [(tp, pp, ep) for tp in (1, 2, 4) for pp in (1, 2) for ep in (1, 2)]
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("nodes, devices", [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (3, 4)])
+def test_weights_cross_the_network_only_where_a_node_has_not_got_them(model, nodes, devices):
+    places = Request(model, {}, {}, [], nodes, devices).places
+    everywhere = EngineLayout(dp=nodes, ranks=[places.staging_rank(node) for node in range(nodes)])
+    tried = 0
+    for owners in (some for n in range(1, nodes + 1) for some in itertools.combinations(range(nodes), n)):
+        workers = [places.worker_rank(node, device) for node in owners for device in range(devices)]
+        for tp, pp, ep in DEGREES:
+            if devices % tp or len(workers) % (tp * pp * ep) or (ep > 1 and model is MODEL):
+                continue
+            layout = layout_on(workers, tp, pp, ep, 1)
+            request = Request(model, describe(layout), describe(everywhere), ["param"], nodes, devices)
+            between = sum(
+                num_bytes(exchange.into, plan.item_bytes)
+                for plan in (plan_rank(request, rank) for rank in request.ranks())
+                for exchange in plan.transfers
+                if places.node_of(exchange.peer) != places.node_of(plan.rank)
+            )
+            assert between == missing(request), (owners, tp, pp, ep)
+            tried += 1
+    assert tried >= nodes
 
 
 def test_layouts_with_live_intervals_travel():

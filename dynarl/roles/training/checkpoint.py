@@ -3,9 +3,9 @@
     DIR/state/rank-NNNNN.data, rank-NNNNN.json    see transport.files
 
 Masters and moments are saved, and of buffers, which have no master, the values; parameters are cast from masters on the
-way back. A checkpoint may be restored into any layout: every owner reads the boxes that it needs. Saving copies the state
-and returns; a thread writes the copy while training goes on. Whoever asked for the checkpoint marks it complete once every
-owner has said that its part is on disk.
+way back. A checkpoint may be restored into any layout: every owner reads the boxes that it needs. Saving copies the
+state and returns; a thread writes the copy while training goes on. Whoever asked for the checkpoint marks it complete
+once every owner has said that its part is on disk.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def restore(shard: Shard, directory: str) -> None:
 
 
 def merged(scalars: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Step counters and learning rate, of which each rank wrote those it has. Raises CheckpointError where they differ."""
+    """Step counters and learning rate, of which each rank wrote those it has. CheckpointError where they differ."""
     steps: dict[str, int] = {}
     rates = {each["lr"] for each in scalars.values()}
     for rank, each in scalars.items():

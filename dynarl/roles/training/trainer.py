@@ -152,7 +152,8 @@ class Trainer:
         source, layout = self._connecting.source, self._connecting.layout
         plan = plan_for_rank(self.arch.spec, source, layout, self.world.rank, kinds=kinds)
         positions = {rank: i for i, rank in enumerate(plan.ranks)}
-        return execute(plan, self.state(), self.world.rank, self._connecting.both, positions, self.device, limit_s=limit_s)
+        group, state = self._connecting.both, self.state()
+        return execute(plan, state, self.world.rank, group, positions, self.device, limit_s=limit_s)
 
     def allocate(self, scalars: dict[str, Any]) -> None:
         """Give the next shard memory, zeros all of it, and what moves beside the tensors: a source rank's `scalars()`.
@@ -367,8 +368,8 @@ class Trainer:
         return norm
 
     def sleep(self) -> None:
-        """Give the GPU's memory to another role: weights, optimizer state and gradient sums, where there are any, move to
-        the host. On the CPU they stay where they are, out of reach all the same.
+        """Give the GPU's memory to another role: weights, optimizer state and gradient sums, where there are any, move
+        to the host. On the CPU they stay where they are, out of reach all the same.
 
         With float32 weights the optimizer steps on views of them, so only they move.
         """
