@@ -10,19 +10,16 @@ import asyncio
 import json
 import logging
 import math
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from dynarl import rundir, wire
 from dynarl.config import degrees
 from dynarl.config.schema import Config
-from dynarl.controller import metrics
+from dynarl.controller import initial_model, metrics
 from dynarl.controller.checkpoints import Checkpoints
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import AgentInfo, Fleet
@@ -41,7 +38,6 @@ from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities, start_roles
-from dynarl.transport.hf import export_model
 from dynarl.transport.planning import Request, describe
 from dynarl.vps.layout import Layout
 
@@ -118,9 +114,9 @@ class Job:
 
     async def _load_state(self, checkpoint: Path | None) -> None:
         """Models and optimizer state as in `checkpoint`; without one, from the beginning. Comes after `_rewind`."""
-        source = await self._initial_model()
+        await initial_model.write(self)
         version = self.weights.version + 1
-        await self.staging.load(str(source), version)
+        await self.staging.load(str(self.model_dir), version)
         self.settle()
         await self.trainer.build(version)
         if checkpoint:
@@ -159,37 +155,6 @@ class Job:
     def model_dir(self) -> Path:
         """The initial model; its config.json and tokenizer are those of all later ones."""
         return self.run_dir / "model"
-
-    async def _initial_model(self) -> Path:
-        """The initial model in Hugging Face form: a copy of model.path, or a fresh small one."""
-        target = self.model_dir
-        if (target / "model.safetensors").exists():
-            return target
-        target.mkdir(exist_ok=True)
-        if self.config.model.path:
-            given = Path(self.config.model.path).expanduser()
-            if rundir.config_dir(given) != given:  # a checkpoint of ours
-                await asyncio.to_thread(export_model, given, target)
-                return target
-            for path in given.iterdir():
-                if path.is_file():
-                    part = target / f".{path.name}.part"  # a file that is there is whole
-                    await asyncio.to_thread(shutil.copyfile, path, part)
-                    part.rename(target / path.name)
-        else:
-            node, device = next(node for node, role in self.home.items() if role == "training"), 0
-            await self.fleet.worker(node, "environment", 0, "save_tokenizer", dir=str(target))
-            await self.fleet.worker(
-                node,
-                "training",
-                device,
-                "create_model",
-                model_dir=str(target),
-                model=msgspec.to_builtins(self.config.model),
-                tokenizer_dir=str(target),
-                seed=self.config.run.seed,
-            )
-        return target
 
     # --- the body
 

@@ -70,7 +70,8 @@ def assign_homes(config: Config, nodes: list[str]) -> dict[str, str]:
 
 def with_trainers(config: Config, home: dict[str, str], num_training: int) -> dict[str, str]:
     """Home roles with `num_training` nodes in training (0: as in `home`). Rollout nodes join, the first ones first;
-    those that leave generate. The first training node of `home` is always one. Raises ConfigError where too few are left.
+    those that leave generate. The first training node of `home` is always one. Raises ConfigError where too few are
+    left.
 
     >>> with_trainers(Config(), {"n1": "training", "n2": "inference", "n3": "rollout", "n4": "rollout"}, 2)
     {'n1': 'training', 'n2': 'inference', 'n3': 'training', 'n4': 'rollout'}

@@ -1,8 +1,9 @@
 """The trainer as a whole: owners that hold the optimizer, borrowed workers that lend their gradients, one step for all.
 
-Every training worker has a fixed rank, whatever it is used for. Owners (home role training) form one layout; a replica
-of borrowed workers is a layout of its own, of the same degrees, inside one node, and joins only the reduction group. At a step each borrowed gradient buffer is summed, along a tree, into that of the owner at the same place of its
-replica; then the owners reduce among themselves, clip and step.
+Every training worker has a fixed rank, whatever it is used for. Owners (home role training) form one layout. A replica
+of borrowed workers is a layout of its own, of the same degrees, inside one node, and joins only the reduction group. At
+a step each borrowed gradient buffer is summed, along a tree, into that of the owner at the same place of its replica;
+then the owners reduce among themselves, clip and step.
 
 Between two iterations the owners may change to another layout, on other nodes as well: what the new one needs is built
 while the old one trains, the state moves by a transition, and until all have adopted it the old layout is whole.

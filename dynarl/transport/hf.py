@@ -87,7 +87,7 @@ def import_model(source: Path, target: Path) -> ModelSpec:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """config.json, tokenizer and the like: what a model directory needs beside the weights. Files that are there stay."""
+    """config.json, tokenizer and the like: what a model directory needs beside the weights. What is there stays."""
     for path in sorted(source.iterdir()):
         if (
             path.is_file()
