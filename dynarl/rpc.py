@@ -2,6 +2,9 @@
 
 A `Link` wraps one socket. Its handler is any object with `async def on_<method>(peer, **args)` for calls and
 `def event_<name>(peer, **data)` for events. Calls of one peer run concurrently; order is kept only among events.
+
+With `lasting`, at both ends, nothing is lost or doubled when a connection breaks and is made again (`delivery`). Someone
+has to `beat` regularly, at both ends.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from dynarl import wire
+from dynarl.delivery import Delivery
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +30,13 @@ class PeerGone(wire.CallError):
 
 class Link:
     """Calls, replies and events over one socket. With `routed`, peers are named by their socket identity,
-    which they must set (to text: the one that ZeroMQ invents is not)."""
+    which they must set (to text: the one that ZeroMQ invents is not). `heard`: when each peer last said something."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, handler: Any, *, routed: bool):
-        self._socket, self._handler, self._routed = socket, handler, routed
+    def __init__(self, socket: zmq.asyncio.Socket, handler: Any, *, routed: bool, lasting: bool = False):
+        self._socket, self._handler, self._routed, self._lasting = socket, handler, routed, lasting
+        self._start = time.time_ns()
+        self._deliveries: dict[str, Delivery] = {}
+        self.heard: dict[str, float] = {}
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[str, asyncio.Future]] = {}
         self._tasks: set[asyncio.Task] = set()
@@ -50,6 +58,13 @@ class Link:
     async def emit(self, peer: str, event: str, /, **data: Any) -> None:
         await self._send(peer, wire.Event(event, data))
 
+    async def beat(self, peer: str, event: str, /, **data: Any) -> None:
+        """Emit an event that may get lost, after what got lost before."""
+        if self._lasting:
+            for frames in self._delivery(peer).again():
+                await self._send_frames(peer, *frames)
+        await self._send_bytes(peer, wire.encode(wire.Event(event, data)), numbered=False)
+
     def peer_gone(self, peer: str, why: str) -> None:
         """Fail every open call to `peer`."""
         for name, future in list(self._open.values()):
@@ -61,7 +76,10 @@ class Link:
         while True:
             frames = await self._socket.recv_multipart()
             peer = frames[0].decode(errors="replace") if self._routed else ""
+            self.heard[peer] = time.monotonic()
             try:
+                if self._lasting and not self._delivery(peer).take(frames[-2]):
+                    continue
                 message = wire.decode(frames[-1])
             except Exception as error:  # anything may be sent to an open socket; it must not stop the server
                 log.warning("dropped a message from %r that does not decode: %s", peer, error)
@@ -123,5 +141,13 @@ class Link:
     async def _send(self, peer: str, message: wire.Message) -> None:
         await self._send_bytes(peer, wire.encode(message))
 
-    async def _send_bytes(self, peer: str, data: bytes) -> None:
-        await self._socket.send_multipart([peer.encode(), data] if self._routed else [data])
+    async def _send_bytes(self, peer: str, data: bytes, numbered: bool = True) -> None:
+        await self._send_frames(peer, *(self._delivery(peer).pack(data, numbered) if self._lasting else (data,)))
+
+    async def _send_frames(self, peer: str, *frames: bytes) -> None:
+        await self._socket.send_multipart([peer.encode(), *frames] if self._routed else list(frames))
+
+    def _delivery(self, peer: str) -> Delivery:
+        if peer not in self._deliveries:
+            self._deliveries[peer] = Delivery(self._start)
+        return self._deliveries[peer]

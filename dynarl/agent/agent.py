@@ -80,7 +80,8 @@ class Agent:
         self.supervisor = Supervisor(self.node, address, self._log_dir, self._worker_died)
         self.workers = Link(self._worker_socket, WorkerEvents(self), routed=True)
         self.peers = Link(self._peer_socket, PeerRequests(self.work.store), routed=True)
-        self.controller = Link(self._controller_socket, Orders(self, self.work, self.roles, self.state_moves), routed=False)
+        orders = Orders(self, self.work, self.roles, self.state_moves)
+        self.controller = Link(self._controller_socket, orders, routed=False, lasting=True)
 
     async def run(self) -> None:
         """Serve until told to stop. Workers are gone when it returns."""
@@ -122,7 +123,7 @@ class Agent:
 
     def event_heartbeat(self, peer: str) -> None:
         self._last_heard = time.monotonic()
-        self.controller.spawn(self.controller.emit("", "alive"))
+        self.controller.spawn(self.controller.beat("", "alive"))
 
     async def on_stop(self, peer: str) -> None:
         # After the answer is out.

@@ -115,7 +115,7 @@ class Fleet:
         keys.as_server(socket, own)
         self.address = f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
         self.listener: Any = None
-        self.link = Link(socket, self, routed=True)
+        self.link = Link(socket, self, routed=True, lasting=True)
         self._server = asyncio.create_task(self.link.serve())
         self.agents: dict[str, AgentInfo] = {}
         self._unanswered: dict[str, int] = {}  # heartbeats since the last sign of life
@@ -207,7 +207,7 @@ class Fleet:
         while True:
             for node in list(self.agents):
                 self._unanswered[node] = self._unanswered.get(node, 0) + 1
-                await self.link.emit(node, "heartbeat")
+                await self.link.beat(node, "heartbeat")
             await asyncio.sleep(HEARTBEAT_S)
 
     async def lost(self) -> None:

@@ -43,7 +43,7 @@ class Desk:
         keys.as_server(socket, keys.load(directory / "keys", "controller"))
         self.authenticator = keys.admit(self.context, keys.load(directory / "keys", "agent"))
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        self.link = Link(socket, self, routed=True)
+        self.link = Link(socket, self, routed=True, lasting=True)
         self.server = asyncio.create_task(self.link.serve())
         self.here, self.deaths, self.events = asyncio.Event(), [], []
         self.python = directory / "python"

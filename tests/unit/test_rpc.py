@@ -263,3 +263,78 @@ def test_a_failed_background_task_is_logged(caplog):
 
     on_net(scenario)
     assert "nobody waits for me" in caplog.text
+
+
+class Cuttable:
+    """A TCP relay to `port`. While `lossy` it swallows what comes; `cut` breaks all connections."""
+
+    def __init__(self, port: int):
+        self._target, self.lossy, self.connections = port, False, []
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1")
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _relay(self, reader, writer):
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        self.connections += [writer, other_writer]
+        with contextlib.suppress(OSError):
+            await asyncio.gather(self._pump(reader, other_writer), self._pump(other_reader, writer))
+
+    async def _pump(self, reader, writer):
+        while data := await reader.read(65536):
+            if not self.lossy:
+                writer.write(data)
+
+    def cut(self):
+        for writer in self.connections:
+            writer.transport.abort()
+        self.connections.clear()
+
+    def close(self):
+        self.cut()
+        self._server.close()
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_connection_that_breaks_loses_and_doubles_nothing_if_the_link_is_lasting(lasting):
+    async def scenario(net):
+        socket = net.context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        relay = Cuttable(socket.bind_to_random_port("tcp://127.0.0.1"))
+        server = net._serve(Link(socket, net.handler, routed=True, lasting=lasting))
+        dealer = net.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, b"n1")
+        dealer.setsockopt(zmq.RECONNECT_IVL, 10)
+        dealer.connect(f"tcp://127.0.0.1:{await relay.start()}")
+        client = net._serve(Link(dealer, net.handler, routed=False, lasting=lasting))
+        said, calls = [], []
+
+        async def beat():
+            while True:
+                await server.beat("n1", "nobody_handles_this")
+                await client.beat("", "nobody_handles_this")
+                await asyncio.sleep(0.05)
+
+        net.tasks.append(asyncio.create_task(beat()))
+        for index in range(60):
+            if index % 20 == 10:
+                relay.lossy = True
+            elif index % 20 == 15:
+                relay.cut()  # with what it has swallowed; before this nobody noticed
+                relay.lossy = False
+            said.append(str(index))
+            await client.emit("", "note", text=said[-1])
+            if index % 5 == 0 and index:
+                calls.append(asyncio.create_task(server.call("n1", "add", timeout_s=1.5, a=index, b=1)))
+            await asyncio.sleep(0.01)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        heard = [text for _, text in net.handler.events]
+        relay.close()
+        if lasting:
+            assert heard == said
+            assert answers == [index + 1 for index in range(5, 60, 5)]
+        else:
+            assert heard != said and any(isinstance(answer, TimeoutError) for answer in answers)
+
+    on_net(scenario)
