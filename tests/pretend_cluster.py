@@ -215,7 +215,7 @@ class Cluster:
         agreed = not any(agent.plan and agent.plan.get("bad") for agent in self.agents.values())
         return {"agreed": agreed, "ready": agreed, "same_digest": True, "built": False}
 
-    async def on_quiesce(self, node, epoch):
+    async def on_quiesce(self, node, epoch, limit_s):
         node.open = False
         while node.inside:
             await self.pause()

@@ -9,10 +9,12 @@ ask, in `PeerRequests`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from dynarl import keys, wire
+from dynarl.agent import pulse
 from dynarl.agent.gate import Gate
 from dynarl.agent.remapper import Remapper
 from dynarl.agent.roles import Roles
@@ -88,14 +91,15 @@ class Agent:
         servers = [asyncio.create_task(link.serve()) for link in (self.workers, self.peers, self.controller)]
         await self.controller.emit("", "hello", **self._hello, peer_address=self.peer_address)
         watch = asyncio.create_task(self._watch_controller())
+        hang = asyncio.create_task(self._watch_workers())
         progress = asyncio.create_task(self.remapper.keep_going())
         stop = asyncio.create_task(self._stop.wait())
-        done, _ = await asyncio.wait([*servers, watch, progress, stop], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([*servers, watch, hang, progress, stop], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if task is not stop and task.exception() is not None:
                 log.error("agent stops: %s", task.exception(), exc_info=task.exception())
         await self.supervisor.stop_all()
-        for task in servers + [watch, progress, stop]:
+        for task in servers + [watch, hang, progress, stop]:
             task.cancel()
 
     def close(self) -> None:
@@ -119,6 +123,40 @@ class Agent:
             await asyncio.sleep(CONTROLLER_SILENCE_S - silence)
         log.error("nothing heard from the controller for %.0f s: it is gone, so this agent ends", silence)
 
+    async def _watch_workers(self) -> None:
+        """End workers that hang. Their deaths are reported like any other."""
+        while True:
+            watched = [w for w in self.supervisor.workers.values() if w.pulse is not None]
+            pause_s = min((w.pulse.limit_s / pulse.LOOKS for w in watched), default=0.1)
+            slept_at = time.monotonic()
+            await asyncio.sleep(pause_s)
+            now = time.monotonic()
+            # If this process stood still (it may, while MPI makes a communicator), it has not listened either.
+            missed_s = now - slept_at - pause_s
+            for worker in watched:
+                if missed_s > pause_s:
+                    worker.pulse.forgive(missed_s)
+                if self.supervisor.workers.get(worker.name) is worker:
+                    self._look_at(worker, now)
+
+    def _look_at(self, worker: WorkerProcess, now: float) -> None:
+        building = not worker.up.done() or not pulse.BUILDING.isdisjoint(worker.calls)
+        reason = worker.pulse.look(
+            now,
+            heard=self.workers.heard.get(worker.name, 0.0),
+            busy=self.work.is_busy(worker.name),
+            done=worker.done,
+            cpu_s=pulse.cpu_seconds(worker.process.pid) if building else None,
+        )
+        if reason is not None:
+            self.supervisor.kill(worker.name, reason)
+        elif worker.up.done() and worker.pulse.is_quiet(now) and "ping" not in worker.calls:
+            self.workers.spawn(self._ping(worker.name))
+
+    async def _ping(self, name: str) -> None:
+        with contextlib.suppress(wire.CallError):  # its death is reported
+            await self.call_worker(name, "ping")
+
     # --- orders: life
 
     def event_heartbeat(self, peer: str) -> None:
@@ -132,14 +170,15 @@ class Agent:
     # --- orders: workers
 
     async def on_start_worker(self, peer: str, role: str, device: int, python: str | None, env: dict, device_kind: str,
-                              limit_s: float) -> dict:
+                              limit_s: float, hang_s: float = 0.0) -> dict:
         """Start a role worker and wait until it answers. Returns {name, pid, attempt}."""
-        self.start_settings[role] = {"python": python, "env": env, "device_kind": device_kind}
-        worker = self.supervisor.start(role, device, python=python, env=env, device_kind=device_kind)
+        settings = {"python": python, "env": env, "device_kind": device_kind, "hang_s": hang_s}
+        self.start_settings[role] = settings
+        worker = self.supervisor.start(role, device, **settings)
         try:
             await asyncio.wait_for(asyncio.shield(worker.up), limit_s)
         except TimeoutError:
-            self.supervisor.kill(worker.name)
+            self.supervisor.kill(worker.name, f"not ready within {limit_s:g} s of its start")
             raise TimeoutError(f"{worker.name} was not ready within {limit_s:g} s; see {worker.log_path}") from None
         return {"name": worker.name, "pid": worker.process.pid, "attempt": worker.attempt}
 
@@ -155,6 +194,7 @@ class Agent:
         for name in names:
             self.supervisor.workers[name].expected_to_end = True
             self.supervisor.kill(name)
+        self.work.workers_ended(role)
         while any(name in self.supervisor.workers for name in names):
             await asyncio.sleep(0.01)
         for name in names:
@@ -169,7 +209,19 @@ class Agent:
             await asyncio.shield(worker.up)  # a message to a process that has not connected yet would be lost
         except RuntimeError as error:
             raise wire.CallError(str(error)) from None
-        return await self.workers.call(name, method, timeout_s=timeout_s, **args)
+        worker.calls[method] += 1
+        try:
+            return await self.workers.call(name, method, timeout_s=timeout_s, **args)
+        finally:
+            worker.calls -= Counter({method: 1})  # drops what is 0
+
+    async def call_or_end(self, name: str, method: str, limit_s: float | None, /, **args: Any) -> Any:
+        """As `call_worker`; a worker that does not answer in time is ended, and CallError raised."""
+        try:
+            return await self.call_worker(name, method, timeout_s=limit_s, **args)
+        except TimeoutError as error:
+            self.supervisor.kill(name, str(error))
+            raise wire.CallError(f"{error}; it was ended") from None
 
     def of_role(self, role: str) -> list[str]:
         """Names of the workers of a role that are ready."""
@@ -190,7 +242,7 @@ class Agent:
     def _worker_died(self, worker: WorkerProcess, status: str, tail: list[str]) -> None:
         self.workers.peer_gone(worker.name, f"{worker.name} died: {status}")
         self.roles.worker_died(worker.role)
-        self.work.worker_died(worker)
+        held = self.work.worker_died(worker)
         self.controller.spawn(
             self.controller.emit(
                 "",
@@ -200,6 +252,8 @@ class Agent:
                 attempt=worker.attempt,
                 status=status,
                 tail=tail,
+                reason=worker.reason,
+                held=held,
             )
         )
 
@@ -242,16 +296,27 @@ class WorkerEvents:
     def event_finished(
         self, peer: str, sample: str, response: bytes, logprobs: bytes, finish: str, version: int, **_: Any
     ) -> None:
+        self._got_done(peer, sample)
         self._agent.workers.spawn(self._agent.work.sample_finished(sample, response, logprobs, finish, version))
 
+    def event_parts(self, peer: str, parts: list[dict]) -> None:
+        self._agent.work.parts_came(peer, parts)
+
     def event_figures(self, peer: str, **figures: Any) -> None:
+        self._got_done(peer, figures)
         self._agent.controller.spawn(self._agent.controller.emit("", "figures", worker=peer, **figures))
 
     def event_trained(self, peer: str, lease: int, **data: Any) -> None:
+        self._got_done(peer, lease)
         self._agent.work.lease_done(peer, lease, "trained", data)
 
     def event_scored(self, peer: str, lease: int, **data: Any) -> None:
+        self._got_done(peer, lease)
         self._agent.work.lease_done(peer, lease, "scored", data)
+
+    def _got_done(self, peer: str, what: Any) -> None:
+        if (worker := self._agent.supervisor.workers.get(peer)) is not None:
+            worker.done = what
 
 
 class PeerRequests:

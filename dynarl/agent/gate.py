@@ -37,9 +37,11 @@ class Gate:
             if not self._inside:
                 self._empty.set()
 
-    async def close(self) -> None:
+    async def close(self, limit_s: float | None = None) -> None:
+        """Raises TimeoutError when some are inside after `limit_s`; it stays closed."""
         self._closed = True
-        await self._empty.wait()
+        async with asyncio.timeout(limit_s):
+            await self._empty.wait()
 
     def open(self) -> None:
         self._closed = False

@@ -77,18 +77,27 @@ class Roles:
         )
         return await self._agent.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, limit_s)
 
-    async def on_quiesce(self, peer: str, epoch: int) -> dict:
+    async def on_quiesce(self, peer: str, epoch: int, limit_s: float) -> dict:
         """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted:
         [lease]}.
+
+        A worker that keeps its work for longer than `limit_s` is ended, and CallError raised: the controller offers its
+        work to others, from what is recorded here.
         """
         plan, result = self._current(epoch), {"given_up": [], "unstarted": []}
         if self._agent.node not in plan["moves"]:
             return result
-        await self._gate.close()
+        try:
+            await self._gate.close(limit_s)
+        except TimeoutError:
+            late = [name for name in self._agent.of_role(self.active) if self._agent.supervisor.workers[name].calls]
+            for name in late:
+                self._agent.supervisor.kill(name, f"a hand-out did not end within {limit_s:g} s")
+            raise wire.CallError(f"hand-outs did not end within {limit_s:g} s; ended: {', '.join(late) or 'none'}") from None
         if self.active == "rollout":
-            result["given_up"] = await self._work.on_abort(peer)
+            result["given_up"] = await self._work.on_abort(peer, limit_s)
         else:
-            result["unstarted"] = await self._work.give_back_leases(self.active)
+            result["unstarted"] = await self._work.give_back_leases(self.active, limit_s)
         return result
 
     async def on_transfer(self, peer: str, epoch: int) -> None:
@@ -126,7 +135,8 @@ class Roles:
                 await asyncio.gather(*(self._agent.call_worker(name, "sleep") for name in self._agent.of_role(role)))
                 await asyncio.gather(*(self._agent.call_worker(name, "wake") for name in self._agent.of_role(self.active)))
         finally:
-            self._gate.open()
+            if self._plan is None:  # else the next change has begun, and closed it again
+                self._gate.open()
 
     def _current(self, epoch: int) -> dict:
         if self._plan is None or self._plan["epoch"] != epoch:

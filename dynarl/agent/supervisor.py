@@ -13,11 +13,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import dynarl
+from dynarl.agent.pulse import Pulse
 from dynarl.slurm.environ import for_other_interpreter, for_worker, identity
 
 log = logging.getLogger(__name__)
@@ -27,7 +30,10 @@ TAIL_LINES = 12
 
 @dataclass
 class WorkerProcess:
-    """One role worker. `name` is its socket identity: n1-rollout-0."""
+    """One role worker. `name` is its socket identity: n1-rollout-0.
+
+    calls: open ones, by method; done: changes whenever it gets something done; reason: why the agent has ended it.
+    """
 
     name: str
     role: str
@@ -37,6 +43,10 @@ class WorkerProcess:
     log_path: Path
     up: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     expected_to_end: bool = False
+    pulse: Pulse | None = None
+    calls: Counter[str] = field(default_factory=Counter)
+    done: Any = 0
+    reason: str = ""
 
 
 def describe_status(code: int) -> str:
@@ -81,9 +91,12 @@ class Supervisor:
         return f"{self._node}-{role}-{device}"
 
     def start(
-        self, role: str, device: int, *, python: str | None, env: dict[str, str], device_kind: str
+        self, role: str, device: int, *, python: str | None, env: dict[str, str], device_kind: str, hang_s: float = 0.0
     ) -> WorkerProcess:
-        """Start `python -m dynarl.roles.<role>.worker` for one device. Returns at once; await `.up` for readiness."""
+        """Start `python -m dynarl.roles.<role>.worker` for one device. Returns at once; await `.up` for readiness.
+
+        hang_s: how long it may give no sign of life; 0: for ever.
+        """
         name = self.name_of(role, device)
         if self._stopping:
             raise RuntimeError(f"{name} is not started: the agent is stopping")
@@ -112,6 +125,7 @@ class Supervisor:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
             )
         worker = self.workers[name] = WorkerProcess(name, role, device, attempt, process, path)
+        worker.pulse = Pulse(hang_s, time.monotonic()) if hang_s else None
         descriptor = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(descriptor, self._ended, worker, descriptor)
         log.info("started %s, attempt %d, pid %d", name, attempt, process.pid)
@@ -140,10 +154,13 @@ class Supervisor:
         if not worker.expected_to_end:
             self._on_death(worker, status, tail(worker.log_path))
 
-    def kill(self, name: str) -> None:
-        """End a worker and its children now. Its death is reported like any other."""
-        if name in self.workers:
-            kill_group(self.workers[name].process.pid)
+    def kill(self, name: str, reason: str = "") -> None:
+        """End a worker and its children now. Its death is reported like any other, together with `reason`."""
+        if (worker := self.workers.get(name)) is not None:
+            if reason:
+                log.error("ending %s: %s", name, reason)
+                worker.reason = worker.reason or reason
+            kill_group(worker.process.pid)
 
     async def stop_all(self, grace_s: float = 2.0) -> None:
         """End every worker: TERM to its group, KILL after `grace_s`. Returns when all are gone; none can be started any

@@ -37,25 +37,44 @@ class Work:
         self._environment_open: dict[str, Any] = {}
         self._peers: dict[str, Link] = {}
 
-    def worker_died(self, worker: WorkerProcess) -> None:
-        """What it held is offered again by the controller."""
-        self.requests = {s: r for s, r in self.requests.items() if r["worker"] != worker.name}
-        self._leases = {n: lease for n, lease in self._leases.items() if worker.name not in lease["workers"]}
+    def worker_died(self, worker: WorkerProcess) -> list[str]:
+        """What it held is offered again by the controller, with all that other workers of its role have here. Returns
+        the samples whose answers go on from what is recorded here.
+        """
+        held = [sample for sample in self.requests if self.store.has_part(sample)] if worker.role == "rollout" else []
+        self.workers_ended(worker.role)
         if worker.role == "environment" and self.verifier is not None:
             self.verifier.process_died()
             self._agent.controller.spawn(self.verifier.revive())
+        return held
 
-    async def give_back_leases(self, role: str) -> list[int]:
-        """Cancel the leases that the workers of `role` have not started, and have them finish the others."""
+    def workers_ended(self, role: str) -> None:
+        """Forget what the workers of a role have here: one that dies takes the others with it."""
+        prefix = self._agent.supervisor.name_of(role, "")
+        if role == "rollout":
+            self.requests.clear()
+        self._leases = {
+            n: lease for n, lease in self._leases.items() if not any(w.startswith(prefix) for w in lease["workers"])
+        }
+
+    def is_busy(self, worker: str) -> bool:
+        return any(request["worker"] == worker for request in self.requests.values()) or any(
+            worker in lease["left"] for lease in self._leases.values()
+        )
+
+    async def give_back_leases(self, role: str, limit_s: float | None = None) -> list[int]:
+        """Cancel the leases that the workers of `role` have not started, and have them finish the others. A worker that
+        has not done so in time is ended.
+        """
         names = self._agent.of_role(role)
         leases = list(self._leases)
-        answers = await asyncio.gather(*(self._agent.call_worker(name, "cancel", leases=leases) for name in names))
+        answers = await asyncio.gather(*(self._agent.call_or_end(name, "cancel", limit_s, leases=leases) for name in names))
         # The first worker of a replica has the say, the others follow it.
         unstarted = sorted(lease for name, answer in zip(names, answers) for lease in answer
                            if self._leases.get(lease, {}).get("leader") == name)
         for lease in unstarted:
             del self._leases[lease]
-        await asyncio.gather(*(self._agent.call_worker(name, "drain") for name in names))
+        await asyncio.gather(*(self._agent.call_or_end(name, "drain", limit_s) for name in names))
         return unstarted
 
     async def drop_all(self) -> None:
@@ -113,7 +132,12 @@ class Work:
         answers.
         """
         async with self._gate.passing("a request"):
-            await self._submit(requests, split, temperature, seed, max_response_tokens, holders)
+            try:
+                await self._submit(requests, split, temperature, seed, max_response_tokens, holders)
+            except BaseException:  # they are offered to others now
+                for request in requests:
+                    self.requests.pop(request["sample"], None)
+                raise
 
     async def _submit(self, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
                       holders: dict[str, str]) -> None:
@@ -130,7 +154,8 @@ class Work:
         batches: dict[str, list[dict]] = defaultdict(list)
         for request in requests:
             sample = request["sample"]
-            so_far = partial.get(sample)
+            if so_far := partial.get(sample):
+                self.store.put(so_far)  # what is sampled from here on is added to it
             name = min(names, key=lambda n: load[n])
             load[name] += 1
             self.requests[sample] = {"worker": name, "split": split, "prompt": prompts[wire.prompt_of(sample)]}
@@ -140,13 +165,21 @@ class Work:
                 "max_response_tokens": max_response_tokens, "temperature": temperature, "seed": seed})
         await asyncio.gather(*(self._agent.call_worker(name, "submit", requests=batch) for name, batch in batches.items()))
 
-    async def on_abort(self, peer: str) -> list[dict]:
+    def parts_came(self, worker: str, parts: list[dict]) -> None:
+        """Keep what a rollout worker has sampled of answers that go on: all that is left of them should it die."""
+        for part in parts:
+            request = self.requests.get(part["sample"])
+            if request is not None and request["worker"] == worker:
+                self.store.extend(prompt=request["prompt"], **part)
+
+    async def on_abort(self, peer: str, limit_s: float | None = None) -> list[dict]:
         """Stop generating. Returns [{sample, tokens}] of what was given up; their tokens are in the store here.
 
-        Requests that finished before are not among them: they are reported by their own events.
+        Requests that finished before are not among them: they are reported by their own events. A worker that has not
+        answered in time is ended.
         """
         answers = await asyncio.gather(
-            *(self._agent.call_worker(name, "abort", samples=None) for name in self._agent.of_role("rollout"))
+            *(self._agent.call_or_end(name, "abort", limit_s, samples=None) for name in self._agent.of_role("rollout"))
         )
         given_up = []
         for partial in (p for answer in answers for p in answer):

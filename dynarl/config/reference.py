@@ -86,14 +86,15 @@ def _words(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return f"list of {_words(arguments[0])}"
     if typing.get_origin(kind) is dict:
-        return f"table of {_words(arguments[1])}"
+        return f"table of {_words(_bare(arguments[1]))}"
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(_words(_bare(argument)) for argument in arguments)
     raise TypeError(f"no words for the type {kind}")
 
 
 def _default(kind: type[Section], key: str) -> str:
-    return f"`{text.dump(getattr(kind(), key)).removesuffix('...' + chr(10)).strip()}`"
+    lines = text.dump(getattr(kind(), key)).removesuffix("...\n").strip().splitlines()
+    return f"`{lines[0]}`" if len(lines) == 1 else f"`{{{', '.join(lines)}}}`"
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ class Checkpoint(Section):
 
 
 class Failure(Section):
-    """What happens when a worker dies."""
+    """What happens when a worker dies or hangs."""
 
     rollout: Annotated[Literal["restart", "end"], doc("start the worker again, or end the job")] = "restart"
     inference: Annotated[Literal["restart", "end"], doc("as for rollout")] = "restart"
@@ -235,6 +235,18 @@ class Failure(Section):
         Meta(gt=0.0),
         doc("a worker that keeps its group waiting for so long in a collective is lost; no micro-batch takes so long"),
     ] = 180.0
+    hang_s: Annotated[
+        dict[Literal["rollout", "inference", "training", "environment"], NonNegative],
+        doc(
+            "by role: a worker that answers nobody, or gets nothing of its work done, for so long is ended and counts as "
+            "dead; a role that is not named is not watched"
+        ),
+    ] = msgspec.field(
+        default_factory=lambda: {"rollout": 120.0, "inference": 300.0, "training": 300.0, "environment": 60.0}
+    )
+    give_back_s: Annotated[
+        NonNegative, doc("a worker that has not handed back its work by then, when its node changes role, is ended")
+    ] = 60.0
     no_progress_s: Annotated[NonNegative, doc("the job ends when nothing has moved for so long")] = 600.0
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, AsyncIterator, Callable
 
 from dynarl.controller.fleet import Fleet, StepLost
 from dynarl.hypergraph.journal import Journal
@@ -51,10 +52,12 @@ class Epochs:
     """The map of active roles, and the only code that changes it. `home`: home roles."""
 
     def __init__(
-        self, fleet: Fleet, journal: Journal, home: dict[str, str], vote_timeout_s: float, first_epoch: int = 0
+        self, fleet: Fleet, journal: Journal, home: dict[str, str], vote_timeout_s: float, first_epoch: int = 0,
+        give_back_s: float = 60.0,
     ):
         self._fleet, self._journal = fleet, journal
-        self.home, self._timeout_s = home, vote_timeout_s
+        self.home, self._timeout_s, self._give_back_s = home, vote_timeout_s, give_back_s
+        self._in_transit = False
         self.roles = dict(home)
         self.epoch = first_epoch
         self._turn = asyncio.Lock()
@@ -69,6 +72,16 @@ class Epochs:
                 "epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0
             )
 
+    @asynccontextmanager
+    async def weights_in_transit(self) -> AsyncIterator[None]:
+        """Around a weight sync: a change under way ends first, and none begins before the new weights are there."""
+        async with self._turn:
+            self._in_transit = True
+            try:
+                yield
+            finally:
+                self._in_transit = False
+
     async def change(
         self,
         moves: dict[str, str],
@@ -79,6 +92,8 @@ class Epochs:
     ) -> Outcome:
         """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up; `live` counts
         the requests that are not finished. Raises StepLost when a commit reached some members only."""
+        if self._in_transit:
+            return Outcome(self.epoch, False, "weights are on their way to the nodes")
         async with self._turn:
             moves = {node: role for node, role in moves.items() if self.roles[node] != role}
             if not moves:
@@ -143,12 +158,10 @@ class Epochs:
 
     async def _quiesce(self, nodes: list[str], outcome: Outcome, on_quiesced: Callable[[Outcome], None]) -> None:
         """Stop the moving nodes. What they gave up is taken back also when one of them could not: nobody else has it
-        now.
-
-        Without a time limit: a drain lasts as long as the work that was started.
+        now. A node ends a worker that keeps its work for longer than `give_back_s`.
         """
         answers = await asyncio.gather(
-            *(self._fleet.call(node, "quiesce", epoch=self.epoch) for node in nodes), return_exceptions=True
+            *(self._fleet.call(node, "quiesce", epoch=self.epoch, limit_s=self._give_back_s) for node in nodes), return_exceptions=True
         )
         stopped = {node: answer for node, answer in zip(nodes, answers) if not isinstance(answer, BaseException)}
         outcome.given_up = {node: answer["given_up"] for node, answer in stopped.items()}

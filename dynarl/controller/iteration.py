@@ -314,11 +314,11 @@ class Iteration:
             self.tally.add(total, stats)
         return total
 
-    def worker_lost(self, node: str, role: str) -> None:
-        """Offer again what a dead worker held."""
+    def worker_lost(self, node: str, role: str, held: Iterable[str] = ()) -> None:
+        """Offer again what a dead worker had. held: requests whose answer so far is recorded on its node."""
         if role == "environment":
             return
-        self.ledger.worker_lost(node, role)
+        self.ledger.worker_lost(node, role, held)
         self._lives[node] += role == "rollout"
         self._at = {lease: where for lease, where in self._at.items()
                     if node not in where[1].nodes or self._is_held(lease)}

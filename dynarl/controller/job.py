@@ -91,7 +91,8 @@ class Job:
         argv = await self.fleet.launch(self.home)
         self.step_started = time.monotonic()
         self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
-        self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch)
+        self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch,
+                             config.failure.give_back_s)
         self.transitions = Transitions(self.fleet, list(self.home), self._first_epoch)
         await self.workers.start_all()
         await self._load_state(self._resume_from)

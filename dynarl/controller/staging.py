@@ -49,7 +49,7 @@ class Staging:
 
     async def _stage(self, nodes: list[str], keep: list[int]) -> None:
         """To `nodes`; other versions than the new one and `keep` are dropped there."""
-        async with self.lock:
+        async with self.lock, self._job.epochs.weights_in_transit():
             await self._stage_next(nodes, keep)
 
     async def _stage_next(self, nodes: list[str], keep: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Iterable
 
 from dynarl.controller.replicas import Replica
 from dynarl.rl.schedule import supervised_lr
@@ -95,7 +95,7 @@ class WarmStart:
 
     event_scored = event_finished
 
-    def worker_lost(self, node: str, role: str) -> None:
+    def worker_lost(self, node: str, role: str, held: Iterable[str] = ()) -> None:
         """Start again from the last checkpoint: a step without one of its shares is another step."""
         if role == "training":
             for done in self._open.values():

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,15 @@ from dynarl.config import interpreters
 from dynarl.controller.iteration import Iteration
 from dynarl.slurm import environ
 from dynarl.transport.hf import export_model
+from dynarl.wire import CallError
 
 if TYPE_CHECKING:
     from dynarl.controller.job import Job
 
 log = logging.getLogger(__name__)
+
+# Before fresh workers are started once more; also, a failed call comes before the report of the death that caused it.
+RETRY_PAUSE_S = 0.5
 
 
 class JobFailed(RuntimeError):
@@ -39,6 +44,7 @@ class Workers:
         self.down: set[tuple[str, str]] = set()
         self.faults: asyncio.Queue[BaseException] = asyncio.Queue()
         self._restarts = 0
+        self._deaths: Counter[tuple[str, str]] = Counter()
         self._reviving: set[asyncio.Task] = set()
 
     async def start_all(self) -> None:
@@ -98,6 +104,7 @@ class Workers:
             env=env,
             device_kind=self._job.config.cluster.device,
             limit_s=self._job.config.rollout.start_timeout_s,
+            hang_s=self._job.config.failure.hang_s.get(role, 0.0),
         )
         self._job.journal.append("worker_up", node=node, role=role, device=device, attempt=started["attempt"])
 
@@ -111,6 +118,7 @@ class Workers:
             env=self._job.config.cluster.env,
             device_kind="cpu",
             limit_s=self._job.config.rollout.start_timeout_s,
+            hang_s=self._job.config.failure.hang_s.get("environment", 0.0),
         )
         await self._job.fleet.call(
             node,
@@ -213,15 +221,22 @@ class Workers:
 
     # --- workers that die
 
-    def died(self, node: str, *, role: str, device: int, attempt: int, status: str, tail: list[str]) -> None:
-        """Record it; then the job ends, the trainer goes back, or fresh workers take over, as the configuration says."""
+    def died(self, node: str, *, role: str, device: int, attempt: int, status: str, tail: list[str], reason: str = "",
+             held: list[str] | None = None) -> None:
+        """Record it; then the job ends, the trainer goes back, or fresh workers take over, as the configuration says.
+
+        reason: why its agent has ended it; held: requests whose answer so far is recorded on the node.
+        """
+        if reason:
+            self._job.journal.append("worker_rebooted", node=node, role=role, device=device, attempt=attempt, reason=reason)
         self._job.journal.append(
             "worker_died", node=node, role=role, device=device, attempt=attempt, status=status, tail=tail
         )
         log.error(
             "%s worker %d on %s (attempt %d) died: %s\n    %s", role, device, node, attempt, status, "\n    ".join(tail)
         )
-        text = f"{role} worker {device} on {node} died: {status}"
+        text = f"{role} worker {device} on {node} died: {reason or status}"
+        self._deaths[node, role] += 1
         try:
             if getattr(self._job.config.failure, role) == "end":
                 raise JobFailed(f"{text}; failure.{role} is 'end'")
@@ -233,7 +248,7 @@ class Workers:
             self.faults.put_nowait(OwnerLost(text))
         elif role != "environment":
             if self._job.stage is not None:
-                self._job.stage.worker_lost(node, role)
+                self._job.stage.worker_lost(node, role, held or ())
             if (node, role) not in self.down:
                 self.down.add((node, role))
                 task = asyncio.ensure_future(self._revive(node, role))
@@ -246,11 +261,21 @@ class Workers:
             self.faults.put_nowait(JobFailed(f"a worker could not be started again: {task.exception()}"))
 
     async def _revive(self, node: str, role: str) -> None:
-        """Fresh workers of a role on one node, on the weights of its role; these do not change before it is done."""
-        await self._job.fleet.call(node, "kill_workers", role=role)  # what is left of a tensor-parallel replica is of no use
-        await self.start(node, role)
-        async with self._job.staging.lock:  # the version that is read stays meanwhile
-            await self._load_again(node, role)
+        """Fresh workers of a role on one node, on the weights of its role; these do not change before it is done. If it
+        fails, once more, as long as failure.max_restarts allows."""
+        while True:
+            deaths = self._deaths[node, role]
+            try:
+                await self._job.fleet.call(node, "kill_workers", role=role)  # what is left of a replica is of no use
+                await self.start(node, role)
+                async with self._job.staging.lock:  # the version that is read stays meanwhile
+                    await self._load_again(node, role)
+                break
+            except (CallError, TimeoutError) as error:
+                log.warning("%s on %s could not be started again: %s", role, node, error)
+                await asyncio.sleep(RETRY_PAUSE_S)
+                if deaths == self._deaths[node, role]:  # else counted when it died
+                    self.count_restart(f"{role} on {node} could not be started again: {error}")
         self.down.discard((node, role))
 
     async def _load_again(self, node: str, role: str) -> None:

@@ -178,12 +178,15 @@ class Ledger:
 
     # --- faults
 
-    def worker_lost(self, node: str, role: str) -> list[str]:
-        """A worker of `node` died. What it was doing is handed out again; returns the ids of requests that start over."""
+    def worker_lost(self, node: str, role: str, held: Iterable[str] = ()) -> list[str]:
+        """A worker of `node` died. What it was doing is handed out again; returns the ids of its requests.
+
+        held: those whose answer so far is recorded on `node`; the others go on from where they were before.
+        """
         if role == "rollout":
-            lost = self.running_on(node)
+            lost, held = self.running_on(node), set(held)
             for sample in lost:
-                self.returned(sample, node, holder=self.partial.get(sample))
+                self.returned(sample, node, holder=node if sample in held else self.partial.get(sample))
             return lost
         states = {"inference": ("scoring",), "training": ("training", "accumulated")}[role]
         for group in self.in_state(*states):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Iterable
 
+import msgspec
+
 from dynarl.wire import Trajectory
 
 
@@ -33,6 +35,20 @@ class Store:
         held = self._samples.get(trajectory.sample)
         if held is None or _stage(trajectory) > _stage(held):
             self._samples[trajectory.sample] = trajectory
+
+    def extend(self, sample: str, prompt: bytes, start: int, response: bytes, logprobs: bytes, version: int) -> None:
+        """Tokens of an unfinished answer from its `start`-th on. Dropped where some before them are not here."""
+        held = self._samples.get(sample) or Trajectory(sample, prompt, b"", b"")
+        if held.num_response_tokens >= start:
+            before = slice(0, 4 * start)
+            self.put(msgspec.structs.replace(
+                held, response=held.response[before] + response, rollout_logprobs=held.rollout_logprobs[before] + logprobs,
+                finish="abort", version=version))
+
+    def has_part(self, sample: str) -> bool:
+        """Whether an unfinished answer with at least one token is here."""
+        held = self._samples.get(sample)
+        return held is not None and held.finish == "abort" and held.num_response_tokens > 0
 
     def get(self, samples: Iterable[str]) -> list[Trajectory]:
         """Raises KeyError naming the first sample that is not held here."""

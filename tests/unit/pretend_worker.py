@@ -1,5 +1,5 @@
-"""A role worker without a model. `PRETEND_<METHOD>` in its environment is evaluated as the answer to a method, with `args`, `name`
-and `calls` (all calls so far) at hand; other methods answer None."""
+"""A role worker without a model. `PRETEND_<METHOD>` in its environment is evaluated as the answer to a method, with `args`, `name`,
+`calls` (all calls so far) and `worker` at hand; other methods answer None."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ class PretendWorker(Worker):
         def answer(**args):
             self.calls.append((method, args))
             expression = os.environ.get(f"PRETEND_{method.upper()}", "None")
-            return eval(expression, globals() | {"args": args, "name": self.name, "calls": self.calls})  # noqa: S307
+            return eval(expression, globals() | {"args": args, "name": self.name, "calls": self.calls, "worker": self})  # noqa: S307
 
         return answer
 

@@ -1,6 +1,8 @@
 """A whole agent, with CURVE sockets and worker processes, but no MPI: what it does when its workers come and go."""
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -69,9 +71,19 @@ class Desk:
     async def call(self, method, /, **args):
         return await self.link.call("n1", method, timeout_s=10, **args)
 
-    async def start(self, role: str, device: int = 0, **answers: str) -> None:
+    async def start(self, role: str, device: int = 0, hang_s: float = 0.0, **answers: str) -> None:
         env = {f"PRETEND_{method.upper()}": answer for method, answer in answers.items()}
-        await self.call("start_worker", role=role, device=device, python=str(self.python), env=env, device_kind="cpu", limit_s=10.0)
+        await self.call("start_worker", role=role, device=device, python=str(self.python), env=env, device_kind="cpu", limit_s=10.0,
+                        hang_s=hang_s)
+
+    def pid(self, role: str, device: int = 0) -> int:
+        return self.agent.supervisor.workers[f"n1-{role}-{device}"].process.pid
+
+    async def death(self) -> dict:
+        """The first that was reported."""
+        while not self.deaths:
+            await asyncio.sleep(0.01)
+        return self.deaths[0]
 
     async def worker(self, role: str, method: str, device: int = 0, **args):
         return await self.call("worker", role=role, device=device, method=method, args=args)
@@ -167,7 +179,7 @@ def test_the_first_worker_of_a_replica_says_which_leases_were_not_started(tmp_pa
         for lease, sample in ((1, "1:0:0"), (2, "1:1:0")):
             await desk.call("train", lease=lease, devices=[0, 1], samples=held(desk, sample), holders={})
         await desk.call("prepare", plan=PLAN | {"moves": {"n1": "rollout"}})
-        assert await desk.call("quiesce", epoch=1) == {"given_up": [], "unstarted": [2]}
+        assert await desk.call("quiesce", epoch=1, limit_s=5.0) == {"given_up": [], "unstarted": [2]}
         assert len(await desk.calls("training", "drain", 1)) == 1
 
     at_desk(tmp_path, scenario, "training")
@@ -178,7 +190,7 @@ def test_a_roll_back_that_fails_still_lets_work_in(tmp_path):
         await desk.start("training", cancel="[]")
         await desk.start("inference", sleep="1 / 0")
         await desk.call("prepare", plan=PLAN | {"moves": {"n1": "inference"}})
-        await desk.call("quiesce", epoch=1)
+        await desk.call("quiesce", epoch=1, limit_s=5.0)
         with pytest.raises(CallError, match="came while this node changes its role"):
             await desk.call("train", lease=1, devices=[0], samples=held(desk, "1:0:0"), holders={})
         with pytest.raises(CallError, match="ZeroDivisionError"):
@@ -238,3 +250,197 @@ def test_an_environment_that_dies_is_there_again_for_the_next_answer(tmp_path):
         assert desk.agent.supervisor.workers["n1-environment-0"].attempt == 2
 
     at_desk(tmp_path, scenario)
+
+
+# --- workers that hang
+
+PART = "[{'sample': '1:0:0', 'start': 0, 'response': b'12345678', 'logprobs': b'12345678', 'version': 7}]"
+
+
+class Prompts:
+    """Stands for the environment."""
+
+    async def prompts(self, split, indices):
+        return dict.fromkeys(indices, b"2222")
+
+
+async def generate(desk: Desk, *samples: str) -> None:
+    desk.agent.work.verifier = Prompts()
+    await desk.call("generate", requests=[{"sample": sample, "holder": None} for sample in samples], split="train", temperature=1.0,
+                    seed=1, max_response_tokens=8, holders={})
+
+
+@pytest.mark.parametrize("role", ["rollout", "inference", "training", "environment"])
+def test_a_worker_that_stands_still_is_ended_with_a_reason(tmp_path, role):
+    async def scenario(desk):
+        await desk.start(role, hang_s=0.6)
+        await asyncio.sleep(1.5)
+        assert not desk.deaths, "one that sleeps does not hang"
+        os.kill(desk.pid(role), signal.SIGSTOP)
+        began = time.monotonic()
+        death = await desk.death()
+        assert 0.3 < time.monotonic() - began < 3.0
+        assert (death["role"], death["status"]) == (role, "killed by SIGKILL")
+        assert death["reason"].startswith("no sign of life for")
+
+    at_desk(tmp_path, scenario)
+
+
+def test_a_worker_that_is_ten_times_slower_is_left_alone(tmp_path):
+    async def scenario(desk):
+        await desk.start("rollout", hang_s=1.0)
+        pid, until = desk.pid("rollout"), time.monotonic() + 4.0
+        while time.monotonic() < until:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.27)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.03)
+        assert not desk.deaths
+
+    at_desk(tmp_path, scenario)
+
+
+def test_a_worker_that_answers_and_gets_nothing_done_is_ended(tmp_path):
+    async def scenario(desk):
+        await desk.start("rollout", hang_s=0.6, submit="worker.emit('figures', tokens=3)")
+        await generate(desk, "1:0:0")
+        assert (await desk.death())["reason"].startswith("it answers, but has got nothing of its work done for")
+
+    at_desk(tmp_path, scenario)
+
+
+def test_a_worker_that_builds_a_model_is_asked_only_to_use_the_processor(tmp_path):
+    async def scenario(desk):
+        await desk.start("training", hang_s=0.6, build="sum(1 for _ in iter(lambda end=time.monotonic() + 2.0: time.monotonic() > end, True))",
+                         adopt="time.sleep(60)")
+        await desk.worker("training", "build")
+        assert not desk.deaths
+        with pytest.raises(CallError, match="n1-training-0 died: killed by SIGKILL"):
+            await desk.worker("training", "adopt")
+
+    at_desk(tmp_path, scenario, "training")
+
+
+def test_an_agent_that_stood_still_does_not_take_its_workers_for_hung(tmp_path):
+    async def scenario(desk):
+        await desk.start("rollout", hang_s=0.6)
+        await asyncio.sleep(0.3)
+        time.sleep(1.5)  # noqa: ASYNC251
+        await asyncio.sleep(1.0)
+        assert not desk.deaths
+
+    at_desk(tmp_path, scenario)
+
+
+def test_what_a_killed_worker_had_sampled_is_recorded_and_reported(tmp_path):
+    async def scenario(desk):
+        await desk.start("rollout", submit=f"worker.emit('parts', parts={PART})")
+        await generate(desk, "1:0:0", "1:0:1")
+        while not desk.agent.work.store.has_part("1:0:0"):
+            await asyncio.sleep(0.01)
+        os.kill(desk.pid("rollout"), signal.SIGKILL)
+        assert (await desk.death())["held"] == ["1:0:0"]
+        assert desk.agent.work.requests == {}
+        held = desk.agent.work.store.get(["1:0:0"])[0]
+        assert (held.prompt, held.response, held.version, held.finish) == (b"2222", b"12345678", 7, "abort")
+
+    at_desk(tmp_path, scenario)
+
+
+def test_a_part_of_a_request_that_is_gone_is_not_recorded(tmp_path):
+    async def scenario(desk):
+        await desk.start("rollout", abort=f"worker.emit('parts', parts={PART}) or []")
+        await generate(desk, "1:0:0")
+        desk.agent.work.requests.clear()  # it was offered to others
+        await desk.worker("rollout", "abort")
+        await desk.worker("rollout", "ping")
+        assert len(desk.agent.work.store) == 0
+
+    at_desk(tmp_path, scenario)
+
+
+# --- giving back
+
+
+@pytest.mark.parametrize("home, stuck", [("rollout", "abort"), ("training", "cancel"), ("training", "drain")])
+def test_a_worker_that_keeps_its_work_is_ended_and_the_move_cancelled(tmp_path, home, stuck):
+    async def scenario(desk):
+        await desk.start(home, **{"cancel": "[]", stuck: "time.sleep(60)"})
+        target = "training" if home == "rollout" else "rollout"
+        await desk.call("prepare", plan=PLAN | {"moves": {"n1": target}})
+        began = time.monotonic()
+        with pytest.raises(CallError, match=f"n1-{home}-0: no answer to {stuck} within 0.3 s; it was ended"):
+            await desk.call("quiesce", epoch=1, limit_s=0.3)
+        assert time.monotonic() - began < 2.0
+        death = await desk.death()
+        assert death["reason"] == f"n1-{home}-0: no answer to {stuck} within 0.3 s"
+        await desk.call("rollback", epoch=1)
+        # The fresh worker gets work again.
+        await desk.start(home)
+        if home == "training":
+            await desk.call("train", lease=2, devices=[0], samples=held(desk, "1:0:0"), holders={})
+        else:
+            await generate(desk, "1:0:0")
+
+    at_desk(tmp_path, scenario, home)
+
+
+def test_a_hand_out_that_does_not_end_does_not_keep_a_move_for_ever(tmp_path):
+    async def scenario(desk):
+        await desk.start("training", train="time.sleep(60)")
+        stuck = asyncio.create_task(desk.call("train", lease=1, devices=[0], samples=held(desk, "1:0:0"), holders={}))
+        await asyncio.sleep(0.1)
+        await desk.call("prepare", plan=PLAN | {"moves": {"n1": "rollout"}})
+        with pytest.raises(CallError, match="hand-outs did not end within 0.3 s; ended: n1-training-0"):
+            await desk.call("quiesce", epoch=1, limit_s=0.3)
+        assert (await desk.death())["reason"] == "a hand-out did not end within 0.3 s"
+        with pytest.raises(CallError, match="n1-training-0 died"):
+            await stuck
+
+    at_desk(tmp_path, scenario, "training")
+
+
+def test_a_late_roll_back_does_not_open_the_node_to_work_of_the_next_change(tmp_path):
+    async def scenario(desk):
+        await desk.start("training", cancel="[]")
+        await desk.start("inference", sleep="time.sleep(0.5)")
+        await desk.call("prepare", plan=PLAN | {"moves": {"n1": "inference"}})
+        await desk.call("quiesce", epoch=1, limit_s=5.0)
+        late = asyncio.create_task(desk.call("rollback", epoch=1))
+        await asyncio.sleep(0.1)
+        await desk.call("prepare", plan=PLAN | {"epoch": 2, "moves": {"n1": "inference"}})
+        await desk.call("quiesce", epoch=2, limit_s=5.0)
+        await late
+        with pytest.raises(CallError, match="came while this node changes its role"):
+            await desk.call("train", lease=1, devices=[0], samples=held(desk, "1:0:0"), holders={})
+
+    at_desk(tmp_path, scenario, "training")
+
+
+# --- lost messages
+
+
+def test_events_that_the_network_swallowed_come_again_and_count_once(tmp_path):
+    async def scenario(desk):
+        await desk.link.beat("n1", "heartbeat")
+        await asyncio.sleep(0.05)
+        for index in range(3):
+            desk.agent.work._leases[index] = {"leader": "w", "workers": {"w"}, "left": {"w"}, "found": {}}
+        send, swallowed = desk.agent.controller._send_frames, []
+
+        async def swallow(peer, *frames):
+            swallowed.append(frames)
+
+        desk.agent.controller._send_frames = swallow
+        desk.agent.work.lease_done("w", 0, "trained", {})
+        desk.agent.work.lease_done("w", 1, "trained", {})
+        await asyncio.sleep(0.05)
+        desk.agent.controller._send_frames = send
+        desk.agent.work.lease_done("w", 2, "trained", {})
+        for _ in range(5):
+            await desk.link.beat("n1", "heartbeat")
+            await asyncio.sleep(0.05)
+        assert len(swallowed) == 2
+        assert [event["lease"] for event in desk.events] == [0, 1, 2]
+
+    at_desk(tmp_path, scenario, "training")

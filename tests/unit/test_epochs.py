@@ -59,7 +59,7 @@ class Agents:
         assert agent.plan["epoch"] == epoch
         return agent.votes.pop(0) if agent.votes else {"agreed": True, "ready": True, "same_digest": True, "built": False}
 
-    def quiesce(self, node, agent, epoch):
+    def quiesce(self, node, agent, epoch, limit_s):
         assert agent.plan["epoch"] == epoch
         agent.stopped = True
         return {"given_up": agent.given_up, "unstarted": agent.unstarted}

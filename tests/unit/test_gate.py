@@ -46,3 +46,24 @@ def test_a_hand_out_that_fails_does_not_hold_the_gate():
         await asyncio.wait_for(gate.close(), 1)
 
     asyncio.run(story())
+
+
+def test_a_gate_that_stays_occupied_says_so_in_time_and_stays_closed():
+    async def story() -> None:
+        gate, arrived = Gate(), asyncio.Event()
+
+        async def stuck() -> None:
+            async with gate.passing("stuck"):
+                await arrived.wait()
+
+        task = asyncio.create_task(stuck())
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await gate.close(0.02)
+        with pytest.raises(CallError):
+            async with gate.passing("late"):
+                pass
+        arrived.set()
+        await task
+
+    asyncio.run(story())

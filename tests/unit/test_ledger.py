@@ -205,6 +205,15 @@ def test_requests_of_a_dead_rollout_worker_wait_again_with_the_parts_that_others
     assert dict(ledger.dispatch("n3", 4)) == {G[0]: "n1", G[1]: None, H[0]: None, H[1]: None}
 
 
+def test_what_the_node_of_a_dead_rollout_worker_has_recorded_goes_on_from_there():
+    ledger = Ledger(G + H)
+    ledger.dispatch("n1", 1)
+    ledger.returned(G[0], "n1", holder="n1")
+    ledger.dispatch("n2", 3)
+    ledger.worker_lost("n2", "rollout", held=[G[0], H[0], H[1]])  # H[1] is not there any more
+    assert dict(ledger.dispatch("n3", 4)) == {G[0]: "n2", G[1]: None, H[0]: "n2", H[1]: None}
+
+
 def test_a_dead_rollout_worker_loses_nothing_that_was_finished():
     ledger, group = generated()
     ledger.worker_lost("n1", "rollout")

@@ -49,3 +49,44 @@ def test_forgetting_takes_this_and_earlier_iterations():
 def test_a_sample_that_is_not_here_is_named():
     with pytest.raises(KeyError, match="3:17:0"):
         Store().get([S])
+
+
+def part(start: int, length: int, sample: str = S, version: int = 4) -> dict:
+    return {"sample": sample, "prompt": pack_ids([1, 2]), "start": start, "response": pack_ids(range(start, start + length)),
+            "logprobs": pack_floats([-0.5] * length), "version": version}
+
+
+def test_parts_add_up_to_the_answer_so_far():
+    store = Store()
+    assert not store.has_part(S)
+    store.extend(**part(0, 3))
+    store.extend(**part(3, 2))
+    assert store.has_part(S)
+    held = store.get([S])[0]
+    assert (held.response, len(held.rollout_logprobs)) == (pack_ids(range(5)), 20)
+    assert (held.prompt, held.finish, held.version) == (pack_ids([1, 2]), "abort", 4)
+
+
+def test_a_part_after_a_gap_is_dropped_and_one_that_overlaps_counts_once():
+    store = Store()
+    store.extend(**part(0, 3))
+    store.extend(**part(5, 2))
+    assert store.get([S])[0].num_response_tokens == 3
+    store.extend(**part(1, 4))
+    assert store.get([S])[0].response == pack_ids(range(5))
+    store.extend(**part(0, 2))
+    assert store.get([S])[0].num_response_tokens == 5
+
+
+def test_a_part_that_comes_late_does_not_touch_the_whole_answer():
+    store = Store()
+    store.put(answer(5, "stop"))
+    store.extend(**part(5, 2))
+    assert store.get([S])[0].finish == "stop" and not store.has_part(S)
+
+
+def test_a_part_continues_what_another_node_has_begun():
+    store = Store()
+    store.put(answer(4))
+    store.extend(**part(4, 3))
+    assert store.get([S])[0].response == pack_ids(range(7))

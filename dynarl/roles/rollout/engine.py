@@ -57,6 +57,16 @@ class Output(msgspec.Struct):
     start_version: int
 
 
+class Part(msgspec.Struct):
+    """Tokens of an answer that goes on, from its `start`-th on. version: of the weights that sampled the last of them."""
+
+    sample: str
+    start: int
+    response: bytes
+    logprobs: bytes
+    version: int
+
+
 class Figures(msgspec.Struct):
     """Load of an engine. tokens: sampled since it was made. kv_total_tokens: what the KV memory holds at most."""
 
@@ -93,6 +103,11 @@ class Engine(ABC):
 
         An engine that runs by itself may have finished one meanwhile: that one is returned with "stop" or "length".
         """
+
+    def parts(self) -> list[Part]:
+        """What was sampled since the last call for answers that are not finished; none from an engine that does not know
+        before an answer is whole."""
+        return []
 
     @abstractmethod
     def figures(self) -> Figures: ...

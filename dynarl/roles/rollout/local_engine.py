@@ -15,7 +15,7 @@ import torch
 
 from dynarl import wire
 from dynarl.roles.rollout.decoder import Decoder, read_config
-from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Request, check_request, stream_key
+from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Part, Request, check_request, stream_key
 from dynarl.roles.rollout.kv_cache import KVCache
 from dynarl.roles.rollout.sampling import sample_tokens, uniforms
 
@@ -25,7 +25,10 @@ PREFILL_TOKENS = 8192
 
 @dataclass
 class Running:
-    """A request and what was sampled for it so far. versions: of the first and the last token sampled here, or None."""
+    """A request and what was sampled for it so far. versions: of the first and the last token sampled here, or None.
+
+    told: tokens of the response that somebody else has too.
+    """
 
     request: Request
     prompt: list[int]
@@ -35,9 +38,17 @@ class Running:
     start_version: int | None = None
     version: int | None = None
     tokens: list[int] = field(init=False)
+    told: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = self.prompt + self.response
+        self.told = len(self.response)
+
+    def part(self) -> Part:
+        """What came since `told`."""
+        start, self.told = self.told, len(self.response)
+        ids, logprobs = wire.pack_ids(self.response[start:]), wire.pack_floats(self.logprobs[start:])
+        return Part(self.request.sample, start, ids, logprobs, self.version)
 
     def output(self, finish: str, current: int) -> Output:
         start = current if self.start_version is None else self.start_version
@@ -134,6 +145,9 @@ class LocalEngine(Engine):
                 kept.append(running)
         self._waiting = kept
         return out
+
+    def parts(self) -> list[Part]:
+        return [running.part() for running in self._rows if len(running.response) > running.told]
 
     def figures(self) -> Figures:
         used = int(self._position[: len(self._rows)].sum())

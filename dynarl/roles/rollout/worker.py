@@ -18,19 +18,22 @@ from dynarl.roles.rollout.engine import ABORT, Engine, Output, Request
 from dynarl.roles.worker import Worker, main
 
 FIGURES_INTERVAL_S = 0.25
+# At most so much of an answer is sampled again when a worker dies.
+PARTS_INTERVAL_S = 1.0
 # tokens_per_s is measured over at least this long: shorter spans are dominated by prefills.
 RATE_SPAN_S = 1.0
 
 
 class RolloutWorker(Worker):
-    """Events: finished (one per answer), figures (at most 4 per second while busy, and one when the last answer is out)."""
+    """Events: finished (one per answer), figures (at most 4 per second while busy, and one when the last answer is out),
+    parts (once a second: what was sampled for the other answers)."""
 
     role = "rollout"
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._engine: Engine | None = None
-        self._figures_sent = 0.0
+        self._figures_sent = self._parts_sent = 0.0
         self._requests = self._resumed = 0  # since the last weights
         self._rate = 0.0
         self._rate_from = (0.0, 0)  # (time, tokens) where the present measurement began
@@ -42,6 +45,10 @@ class RolloutWorker(Worker):
         self._report(engine.step())
         now = time.monotonic()
         busy = engine.busy()
+        if now - self._parts_sent >= PARTS_INTERVAL_S:
+            self._parts_sent = now
+            if parts := engine.parts():
+                self.emit("parts", parts=msgspec.to_builtins(parts, builtin_types=(bytes,)))
         if now - self._figures_sent >= FIGURES_INTERVAL_S or not busy:
             self._figures_sent = now
             figures = engine.figures()
