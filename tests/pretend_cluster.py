@@ -96,12 +96,17 @@ class Cluster:
         node.dead.add(role)
         node.lives[role] += 1
         self.down.add((node.name, role))
+        recorded = []
         if role == "rollout":
+            for sample, [tokens] in node.requests.items():
+                if part := self.random.randrange(tokens + 1):
+                    node.held[sample] = max(part, node.held.get(sample, 0))
+                    recorded.append(sample)
             node.requests.clear()
         node.work[role].clear()
         if role == "training":
             node.buffer.clear()
-        self.iteration.worker_lost(node.name, role)
+        self.iteration.worker_lost(node.name, role, recorded)
         self.spawn(self.revive(node, role))
 
     async def reap(self, may: dict[str, frozenset[str]]) -> None:

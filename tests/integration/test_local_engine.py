@@ -1,6 +1,7 @@
 import json
 import time
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,8 +10,10 @@ from tiny_model import write_model  # noqa: E402
 from worker_harness import Harness  # noqa: E402
 
 from dynarl import wire  # noqa: E402
+from dynarl.dataflow.store import Store  # noqa: E402
 from dynarl.roles.rollout.engine import Request  # noqa: E402
 from dynarl.roles.rollout.local_engine import LocalEngine  # noqa: E402
+from dynarl.wire import Trajectory  # noqa: E402
 
 PROMPTS = [[5 + i, 7, 3 + 2 * i, 11, 2] + [1 + i] * i for i in range(9)]
 
@@ -269,6 +272,48 @@ def test_the_worker_serves_the_engine_over_its_socket(models, tmp_path):
         worker.call("wake")
         worker.call("stop")
         assert worker.process.wait(10) == 0
+
+
+def test_parts_say_once_what_was_sampled_also_over_new_weights(models):
+    engine, store = LocalEngine(models[0], 0, max_running=2), Store()
+    came = run(LocalEngine(models[0], 0), [request(3, 5)])["0:3:0"]
+    store.put(Trajectory("0:3:0", b"", came.response, came.logprobs))
+    engine.submit([request(0), request(3, response=came.response, logprobs=came.logprobs), request(1)])
+
+    def tell() -> dict[str, int]:
+        parts = engine.parts()
+        for part in parts:
+            store.extend(prompt=b"", **msgspec.structs.asdict(part))
+        return {part.sample: len(part.response) // 4 for part in parts}
+
+    assert tell() == {}
+    for steps in (1, 4, 2):
+        for _ in range(steps):
+            engine.step()
+        assert tell() == {"0:0:0": steps, "0:3:0": steps} and tell() == {}
+    engine.load(models[1], 1)
+    engine.step()
+    assert tell() == {"0:0:0": 1, "0:3:0": 1}
+    outputs = {output.sample: output for output in engine.abort()}
+    for trajectory in store.get(["0:0:0", "0:3:0"]):
+        output = outputs[trajectory.sample]
+        assert (trajectory.response, trajectory.rollout_logprobs, trajectory.version) == (output.response, output.logprobs, 1)
+
+
+def test_an_answer_of_a_killed_worker_goes_on_as_if_nothing_had_been(models, tmp_path):
+    wanted = run(LocalEngine(models[0], 4), [request(0, 240)])["0:0:0"]
+    store = Store()
+    with Harness(tmp_path) as harness:
+        worker = harness.start("dynarl.roles.rollout.worker", "n1-rollout-0")
+        worker.call("load", model_dir=models[0], version=4)
+        worker.call("submit", requests=[as_call(request(0, 240))])
+        (part,) = worker.wait_event("parts")["parts"]
+        worker.process.kill()
+        store.extend(prompt=request(0).prompt, **part)
+    held = store.get(["0:0:0"])[0]
+    assert 0 < held.num_response_tokens < 240
+    resumed = request(0, 240, response=held.response, logprobs=held.rollout_logprobs)
+    assert_same(run(LocalEngine(models[0], 4), [resumed])["0:0:0"], wanted)
 
 
 def test_an_idle_worker_uses_no_cpu_and_figures_are_rate_limited(models, tmp_path):

@@ -269,6 +269,52 @@ def test_changes_take_turns(tmp_path):
         ("epoch_proposed", 11), ("epoch_committed", 11), ("epoch_proposed", 12), ("epoch_committed", 12)]
 
 
+def test_a_move_that_is_asked_for_while_weights_are_on_their_way_is_refused(tmp_path):
+    async def scenario(epochs, agents):
+        async with epochs.weights_in_transit():
+            outcome = await epochs.change({"n1": "training"}, WEIGHTS, "")
+            assert not outcome.committed and outcome.reason == "weights are on their way to the nodes"
+            assert agents.calls == []
+        assert (await epochs.change({"n1": "training"}, WEIGHTS, "")).committed
+
+    assert [record["type"] for record in on_epochs(tmp_path, scenario)] == ["epoch_proposed", "epoch_committed"]
+
+
+def test_weights_wait_for_a_change_that_is_under_way(tmp_path):
+    async def scenario(epochs, agents):
+        agents.slow = {"transfer": 0.02}
+        change = asyncio.create_task(epochs.change({"n1": "training"}, WEIGHTS, ""))
+        await asyncio.sleep(0.005)
+        async with epochs.weights_in_transit():
+            assert change.done() and epochs.roles["n1"] == "training"
+
+    on_epochs(tmp_path, scenario)
+
+
+def test_a_node_counts_in_its_new_role_only_after_everybody_has_committed(tmp_path):
+    async def scenario(epochs, agents):
+        agents.slow = dict.fromkeys(("quiesce", "transfer", "commit"), 0.01)
+        change = asyncio.create_task(epochs.change({"n1": "training"}, WEIGHTS, ""))
+        while not change.done():
+            assert epochs.roles == HOME or len(agents.nodes("commit")) == 3
+            before = dict(epochs.roles)
+            await asyncio.sleep(0.001)
+        assert before == HOME, "it was a trainer before the commit was answered"
+
+    on_epochs(tmp_path, scenario)
+
+
+def test_giving_back_has_a_deadline(tmp_path):
+    async def scenario(epochs, agents):
+        seen = []
+        quiesce = agents.quiesce
+        agents.quiesce = lambda node, agent, epoch, limit_s: seen.append(limit_s) or quiesce(node, agent, epoch, limit_s)
+        assert (await epochs.change({"n1": "training"}, WEIGHTS, "")).committed
+        assert seen == [60.0]
+
+    on_epochs(tmp_path, scenario)
+
+
 def test_going_home_is_on_record(tmp_path):
     async def scenario(epochs, agents):
         agents.slow = {"transfer": 0.02}

@@ -9,7 +9,7 @@ from pretend_cluster import WEIGHTS, Cluster, VirtualTime
 
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Policy, Rollout
-from dynarl.controller.epochs import Epochs
+from dynarl.controller.epochs import Epochs, Outcome
 from dynarl.controller.iteration import Iteration
 from dynarl.hypergraph import journal
 from dynarl.scheduler.policy import capabilities, start_roles
@@ -47,6 +47,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             for node in cluster.agents.values():
                 node.buffer.clear()
         assert all(cluster.agents[n].active == r for n, r in epochs.roles.items())
+        assert iteration.ledger.done and not iteration.ledger.num_live and iteration._change is None
         cluster.switches = iteration.tally.switches
         for task in [*cluster.tasks]:
             task.cancel()
@@ -92,6 +93,96 @@ def test_an_iteration_trains_every_sample_once(home, policy, tmp_path):
 
 def test_minibatches_step_on_their_own_groups(tmp_path):
     run(*POLICIES["threshold"], 2, tmp_path, minibatches=4)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_one_and_two_minibatches_end_with_nothing_on_its_way(minibatches, tmp_path):
+    cluster = run(*POLICIES["threshold"], 3, tmp_path, minibatches=minibatches)
+    assert not any(node.requests or any(node.work.values()) for node in cluster.agents.values())
+    assert cluster.iteration._at == {} and cluster.iteration._leaving == set()
+
+
+def test_nodes_that_get_no_request_hold_nothing_up(tmp_path):
+    run(homes(6, 1, 1), Policy(threshold=1, dwell_s=0.0), 4, tmp_path, groups=1, size=2)
+
+
+@pytest.mark.parametrize("late", ["rollout", "inference"])
+def test_an_iteration_waits_for_its_straggler(late, tmp_path, monkeypatch):
+    """One answer is 60 times longer than the others; or scoring takes 60 times as long as everything else."""
+    if late == "rollout":
+        monkeypatch.setattr(Cluster, "lengths", lambda self, sample: 300 if sample == "1:0:0" else 5)
+    else:
+        serve = Cluster.serve
+
+        async def slow(self, node, role):
+            if role == "inference":
+                await self.pause(300)
+            await serve(self, node, role)
+
+        monkeypatch.setattr(Cluster, "serve", slow)
+    cluster = run(*POLICIES["threshold"], 5, tmp_path)
+    assert not any(node.requests or any(node.work.values()) for node in cluster.agents.values())
+
+
+def bare(home: dict[str, str], samples: list[str], tmp_path) -> tuple[Iteration, Cluster]:
+    """An iteration that nobody runs, on a cluster that does nothing."""
+    policy, cluster = POLICIES["static"][1], Cluster(home, 0)
+    epochs = Epochs(cluster, journal.Journal(tmp_path / "journal.jsonl"), home, 1.0)
+    cluster.iteration = Iteration(Config(policy=policy), cluster, epochs, WEIGHTS, capabilities(policy, home), set(), samples)
+    return cluster.iteration, cluster
+
+
+def finished(iteration: Iteration, node: str, sample: str) -> None:
+    iteration.event_finished(node, sample=sample, reward=1.0, correct=True, timed_out=False, tokens=3, prompt_tokens=2, finish="stop",
+                             version=WEIGHTS.version)
+
+
+def test_an_answer_that_completes_while_its_node_gives_up_counts_once(tmp_path):
+    """Its verdict comes after the node has left rollout, and once more by a message that was sent again."""
+    iteration, _ = bare(homes(2, 0, 1), ["1:0:0", "1:0:1"], tmp_path)
+    iteration.ledger.dispatch("n1", 2)
+    iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 2}]}))
+    for _ in range(2):
+        finished(iteration, "n1", "1:0:0")
+        finished(iteration, "n1", "1:0:1")  # this one is not the node's any more
+    assert (iteration.tally.correct, iteration.ledger.num_waiting) == (1, 1)
+    assert iteration.ledger.dispatch("n2", 2) == [("1:0:1", "n1")]
+    finished(iteration, "n2", "1:0:1")
+    assert iteration.tally.correct == 2
+    assert [group.holders for group in iteration.ledger.groups.values()] == [{"1:0:0": "n1", "1:0:1": "n2"}]
+
+
+def test_a_survivor_without_work_is_woken_by_what_others_gave_up(tmp_path):
+    async def scenario():
+        iteration, cluster = bare(homes(2, 0, 1), ["1:0:0", "1:0:1"], tmp_path)
+        iteration.ledger.dispatch("n1", 1)
+        iteration.ledger.dispatch("n2", 1)
+        finished(iteration, "n2", "1:0:1")
+        cluster.agents["n1"].held["1:0:0"] = 2
+        iteration._leaving.add("n1")
+        waiting = asyncio.create_task(iteration.generate())
+        await asyncio.sleep(0.05)
+        assert cluster.agents["n2"].requests == {}, "it is parked"
+        iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:0", "tokens": 2}]}))
+        await waiting
+        assert iteration.ledger.groups["1:0"].holders == {"1:0:0": "n2", "1:0:1": "n2"}
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(scenario())
+
+
+def test_a_group_stays_with_its_finished_members_when_the_others_move(tmp_path):
+    iteration, _ = bare(homes(2, 0, 1), ["1:0:0", "1:0:1", "1:0:2"], tmp_path)
+    iteration.ledger.dispatch("n1", 3)
+    finished(iteration, "n1", "1:0:0")
+    # One in part, one not even begun: that one starts afresh.
+    iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 4}, {"sample": "1:0:2", "tokens": 0}]}))
+    assert dict(iteration.ledger.dispatch("n2", 3)) == {"1:0:1": "n1", "1:0:2": None}
+    for sample in ("1:0:1", "1:0:2"):
+        assert iteration.ledger.groups["1:0"].state == "generating"
+        finished(iteration, "n2", sample)
+    (group,) = iteration.ledger.in_state("generated")
+    assert group.holders == {"1:0:0": "n1", "1:0:1": "n2", "1:0:2": "n2"}
 
 
 # Deaths also heal, for what a dead worker held is offered again: so there are histories with few of them, and with many.
