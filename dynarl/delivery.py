@@ -8,8 +8,8 @@ was there::
     receive  -> the next number is delivered; an earlier one came before; a later one waits to be sent again
     again    -> what the other end still lacks after a whole round of heartbeats, to be sent once more
 
-A header names two processes by the moments of their starts: who sends, and for whom. A peer that was started again knows
-nothing of what its predecessor was sent, so that is dropped and the numbers begin anew.
+A header names two processes by the moments of their starts: who sends, and for whom. A peer that was started again
+knows nothing of what its predecessor was sent, so that is dropped and the numbers begin anew.
 
 Pure: no clock, no sockets.
 """
@@ -50,7 +50,7 @@ class Delivery:
         return self._header(self._sent), data
 
     def take(self, header: bytes) -> bool:
-        """Whether the message that came with this header is to be delivered. Raises struct.error on another's header."""
+        """Whether the message that came with this header is to be delivered. Raises struct.error on a foreign one."""
         start, meant_for, number, received = HEADER.unpack(header)
         if start < self._peer_start or meant_for not in (0, self._start):
             return False  # from, or for, a process that is no more

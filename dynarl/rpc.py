@@ -3,8 +3,8 @@
 A `Link` wraps one socket. Its handler is any object with `async def on_<method>(peer, **args)` for calls and
 `def event_<name>(peer, **data)` for events. Calls of one peer run concurrently; order is kept only among events.
 
-With `lasting`, at both ends, nothing is lost or doubled when a connection breaks and is made again (`delivery`). Someone
-has to `beat` regularly, at both ends.
+With `lasting`, at both ends, nothing is lost or doubled when a connection breaks and is made again (`delivery`).
+Someone has to `beat` regularly, at both ends.
 """
 
 from __future__ import annotations

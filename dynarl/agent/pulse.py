@@ -1,8 +1,8 @@
 """When a role worker hangs: it answers nobody, or it answers and gets nothing done.
 
-A worker answers between two units of work, so a ping says that its loop turns; tokens, finished answers and leases say
-that its work goes on. One that is ten times slower than the others does both and is left alone. While it starts, or reads
-a model, it cannot answer; then it is enough that its processes use the processor.
+A worker answers between two units of work, so a ping says that its loop turns; tokens, finished answers and leases
+say that its work goes on. One that is ten times slower than the others does both and is left alone. While it starts,
+or reads a model, it cannot answer; then it is enough that its processes use the processor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 LOOKS = 8
 # Calls during which a model, a task or the groups of a layout are built.
 BUILDING = frozenset(
-    {"load", "build", "ref_load", "create_model", "restore", "prepared", "reserve", "adopt", "run_transition", "wake", "open"}
+    "load build ref_load create_model restore open wake prepared reserve adopt run_transition".split()
 )
 # Less is the wake-ups of a process that waits.
 USED_CPU_S = 0.01

@@ -93,7 +93,8 @@ class Roles:
             late = [name for name in self._agent.of_role(self.active) if self._agent.supervisor.workers[name].calls]
             for name in late:
                 self._agent.supervisor.kill(name, f"a hand-out did not end within {limit_s:g} s")
-            raise wire.CallError(f"hand-outs did not end within {limit_s:g} s; ended: {', '.join(late) or 'none'}") from None
+            ended = ", ".join(late) or "none"
+            raise wire.CallError(f"hand-outs did not end within {limit_s:g} s; ended: {ended}") from None
         if self.active == "rollout":
             result["given_up"] = await self._work.on_abort(peer, limit_s)
         else:
@@ -110,8 +111,8 @@ class Roles:
         role = plan["moves"].get(self._agent.node)
         if role is None:
             return
-        await asyncio.gather(*(self._agent.call_worker(name, "sleep") for name in self._agent.of_role(self.active)))
-        await asyncio.gather(*(self._agent.call_worker(name, "wake") for name in self._agent.of_role(role)))
+        await self._each([self.active], "sleep")
+        await self._each([role], "wake")
         digests = await self._load(role, plan["version"])
         self._plan_ready = all(digest == plan["digest"] for digest in digests)
 
@@ -132,11 +133,16 @@ class Roles:
         self._plan = None
         try:
             if role is not None:
-                await asyncio.gather(*(self._agent.call_worker(name, "sleep") for name in self._agent.of_role(role)))
-                await asyncio.gather(*(self._agent.call_worker(name, "wake") for name in self._agent.of_role(self.active)))
+                await self._each([role], "sleep")
+                await self._each([self.active], "wake")
         finally:
             if self._plan is None:  # else the next change has begun, and closed it again
                 self._gate.open()
+
+    async def _each(self, roles: list[str], method: str) -> None:
+        """Call a method of all workers of these roles."""
+        names = [name for role in roles for name in self._agent.of_role(role)]
+        await asyncio.gather(*(self._agent.call_worker(name, method) for name in names))
 
     def _current(self, epoch: int) -> dict:
         if self._plan is None or self._plan["epoch"] != epoch:
@@ -179,8 +185,6 @@ class Roles:
         await self._gate.close()
         await self._work.drop_all()
         self._plan, self.active = None, role
-        await asyncio.gather(
-            *(self._agent.call_worker(name, "sleep") for other in ROLES if other != role for name in self._agent.of_role(other))
-        )
-        await asyncio.gather(*(self._agent.call_worker(name, "wake") for name in self._agent.of_role(role)))
+        await self._each([other for other in ROLES if other != role], "sleep")
+        await self._each([role], "wake")
         self._gate.open()

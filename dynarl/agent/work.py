@@ -68,13 +68,14 @@ class Work:
         """
         names = self._agent.of_role(role)
         leases = list(self._leases)
-        answers = await asyncio.gather(*(self._agent.call_or_end(name, "cancel", limit_s, leases=leases) for name in names))
+        ask = self._agent.call_or_end
+        answers = await asyncio.gather(*(ask(name, "cancel", limit_s, leases=leases) for name in names))
         # The first worker of a replica has the say, the others follow it.
         unstarted = sorted(lease for name, answer in zip(names, answers) for lease in answer
                            if self._leases.get(lease, {}).get("leader") == name)
         for lease in unstarted:
             del self._leases[lease]
-        await asyncio.gather(*(self._agent.call_or_end(name, "drain", limit_s) for name in names))
+        await asyncio.gather(*(ask(name, "drain", limit_s) for name in names))
         return unstarted
 
     async def drop_all(self) -> None:

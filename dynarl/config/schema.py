@@ -238,8 +238,8 @@ class Failure(Section):
     hang_s: Annotated[
         dict[Literal["rollout", "inference", "training", "environment"], NonNegative],
         doc(
-            "by role: a worker that answers nobody, or gets nothing of its work done, for so long is ended and counts as "
-            "dead; a role that is not named is not watched"
+            "by role: a worker that answers nobody, or gets nothing of its work done, for so long is ended and counts "
+            "as dead; a role that is not named is not watched"
         ),
     ] = msgspec.field(
         default_factory=lambda: {"rollout": 120.0, "inference": 300.0, "training": 300.0, "environment": 60.0}

@@ -161,7 +161,8 @@ class Epochs:
         now. A node ends a worker that keeps its work for longer than `give_back_s`.
         """
         answers = await asyncio.gather(
-            *(self._fleet.call(node, "quiesce", epoch=self.epoch, limit_s=self._give_back_s) for node in nodes), return_exceptions=True
+            *(self._fleet.call(node, "quiesce", epoch=self.epoch, limit_s=self._give_back_s) for node in nodes),
+            return_exceptions=True,
         )
         stopped = {node: answer for node, answer in zip(nodes, answers) if not isinstance(answer, BaseException)}
         outcome.given_up = {node: answer["given_up"] for node, answer in stopped.items()}

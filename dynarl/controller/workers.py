@@ -227,11 +227,10 @@ class Workers:
 
         reason: why its agent has ended it; held: requests whose answer so far is recorded on the node.
         """
+        worker = {"node": node, "role": role, "device": device, "attempt": attempt}
         if reason:
-            self._job.journal.append("worker_rebooted", node=node, role=role, device=device, attempt=attempt, reason=reason)
-        self._job.journal.append(
-            "worker_died", node=node, role=role, device=device, attempt=attempt, status=status, tail=tail
-        )
+            self._job.journal.append("worker_rebooted", **worker, reason=reason)
+        self._job.journal.append("worker_died", **worker, status=status, tail=tail)
         log.error(
             "%s worker %d on %s (attempt %d) died: %s\n    %s", role, device, node, attempt, status, "\n    ".join(tail)
         )

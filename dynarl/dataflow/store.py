@@ -40,10 +40,9 @@ class Store:
         """Tokens of an unfinished answer from its `start`-th on. Dropped where some before them are not here."""
         held = self._samples.get(sample) or Trajectory(sample, prompt, b"", b"")
         if held.num_response_tokens >= start:
-            before = slice(0, 4 * start)
+            tokens, given = held.response[: 4 * start], held.rollout_logprobs[: 4 * start]
             self.put(msgspec.structs.replace(
-                held, response=held.response[before] + response, rollout_logprobs=held.rollout_logprobs[before] + logprobs,
-                finish="abort", version=version))
+                held, response=tokens + response, rollout_logprobs=given + logprobs, finish="abort", version=version))
 
     def has_part(self, sample: str) -> bool:
         """Whether an unfinished answer with at least one token is here."""

@@ -311,8 +311,8 @@ def test_a_worker_that_answers_and_gets_nothing_done_is_ended(tmp_path):
 
 def test_a_worker_that_builds_a_model_is_asked_only_to_use_the_processor(tmp_path):
     async def scenario(desk):
-        await desk.start("training", hang_s=0.6, build="sum(1 for _ in iter(lambda end=time.monotonic() + 2.0: time.monotonic() > end, True))",
-                         adopt="time.sleep(60)")
+        busy = "sum(1 for _ in iter(lambda end=time.monotonic() + 2.0: time.monotonic() > end, True))"
+        await desk.start("training", hang_s=0.6, build=busy, adopt="time.sleep(60)")
         await desk.worker("training", "build")
         assert not desk.deaths
         with pytest.raises(CallError, match="n1-training-0 died: killed by SIGKILL"):

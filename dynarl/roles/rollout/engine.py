@@ -58,7 +58,7 @@ class Output(msgspec.Struct):
 
 
 class Part(msgspec.Struct):
-    """Tokens of an answer that goes on, from its `start`-th on. version: of the weights that sampled the last of them."""
+    """Tokens of an answer that goes on, from its `start`-th on. version: of the weights that sampled the last one."""
 
     sample: str
     start: int
@@ -105,8 +105,9 @@ class Engine(ABC):
         """
 
     def parts(self) -> list[Part]:
-        """What was sampled since the last call for answers that are not finished; none from an engine that does not know
-        before an answer is whole."""
+        """What was sampled since the last call for answers that are not finished; none from an engine that does not
+        know before an answer is whole.
+        """
         return []
 
     @abstractmethod

@@ -15,7 +15,8 @@ import torch
 
 from dynarl import wire
 from dynarl.roles.rollout.decoder import Decoder, read_config
-from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Part, Request, check_request, stream_key
+from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Part, Request
+from dynarl.roles.rollout.engine import check_request, stream_key
 from dynarl.roles.rollout.kv_cache import KVCache
 from dynarl.roles.rollout.sampling import sample_tokens, uniforms
 

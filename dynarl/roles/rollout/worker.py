@@ -25,8 +25,9 @@ RATE_SPAN_S = 1.0
 
 
 class RolloutWorker(Worker):
-    """Events: finished (one per answer), figures (at most 4 per second while busy, and one when the last answer is out),
-    parts (once a second: what was sampled for the other answers)."""
+    """Events: finished (one per answer), figures (at most 4 per second while busy, and one when the last answer is
+    out), parts (once a second: what was sampled for the answers that go on).
+    """
 
     role = "rollout"
 

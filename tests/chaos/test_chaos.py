@@ -1,0 +1,78 @@
+"""Jobs on a real Slurm whose workers are killed, stopped, slowed down and cut off: every sample counts once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from faults import Chaos
+from job_harness import JobRun, gone
+
+from dynarl.hypergraph.fold import fold
+
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
+
+HANG_S = 10
+SETTINGS = (
+    "run.iterations=100000", "cluster.time=0:30:00", "cluster.nodes=4", "split.rollout=2", "split.inference=1",
+    "policy.dwell_s=0.0", "checkpoint.every=2", "failure.max_restarts=100", f"failure.give_back_s={HANG_S}",
+    f"failure.hang_s={{rollout: {HANG_S}, inference: {HANG_S}, training: {HANG_S}, environment: {HANG_S}}}",
+)
+ROLES = ("rollout", "inference", "training", "environment")
+# Longer than the slowest recovery: a hang that is noticed, all training workers started afresh, a checkpoint read.
+MENDED_S = 120
+
+
+def survive(job: JobRun, chaos: Chaos, faults: list[tuple[str, str]], every: int, iterations: int) -> None:
+    """Strike with each of `faults`, `every` iterations apart, until `iterations` are done; then check everything."""
+    def done() -> int:
+        return max((r["iteration"] for r in job.records("step_committed")), default=0)
+
+    struck = []
+    try:
+        job.until(lambda: done() >= 1, 150, "the first iteration")
+        for kind, role in faults:
+            struck.append(chaos.strike(kind, role))
+            job.until(lambda: chaos.mended(struck[-1]), MENDED_S, f"the journal explains {struck[-1]} and all are back")
+            target = done() + every
+            job.until(lambda: done() >= target, MENDED_S, f"{every} iterations after {struck[-1]}")
+        job.until(lambda: done() >= iterations, 10 * MENDED_S, f"{iterations} iterations")
+    finally:
+        chaos.end()
+    (job.run / "control" / "cancel").touch()
+    ended = job.wait(60)
+    assert (ended["state"], ended["exit_code"]) == ("cancelled", 0), job.story()
+    records = job.records()
+    graph = fold(records)
+    tally = asdict(graph.samples.tally())
+    assert (tally["lost"], tally["doubled"]) == (0, 0) and tally["trained"] >= 16 * iterations, tally
+    assert graph.faults == []
+    assert len(job.records("step_launched")) == 1, "the step has to live on"
+    slowed = {(s.node, s.role) for s in struck if s.kind == "slow"}
+    hung = {(s.node, s.role) for s in struck if s.kind == "hang"}
+    rebooted = {(r["node"], r["role"]) for r in job.records("worker_rebooted")}
+    assert not (slowed - hung) & rebooted, "a slow worker was taken for a hung one"
+    for fault in struck:
+        if fault.kind == "hang" and fault.role != "environment":
+            after = [r for r in records[fault.at:] if r["type"] in ("worker_rebooted", "resumed")]
+            assert any(r.get("node") in (fault.node, None) for r in after), fault
+    assert gone(job.cluster) == {}
+
+
+def test_one_fault_of_each_kind_loses_and_doubles_no_sample(minislurm, tmp_path: Path):
+    job = JobRun.submit(minislurm(nodes=4), tmp_path / "runs", *SETTINGS)
+    chaos = Chaos(job, ["n1", "n2", "n3", "n4"], seed=1)
+    faults = [("kill", "rollout"), ("cut", "inference"), ("slow", "rollout"), ("hang", "inference")]
+    survive(job, chaos, faults, every=1, iterations=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1])
+def test_fifty_iterations_of_chaos_lose_and_double_no_sample(minislurm, tmp_path: Path, seed: int):
+    job = JobRun.submit(minislurm(nodes=4), tmp_path / "runs", *SETTINGS)
+    chaos = Chaos(job, ["n1", "n2", "n3", "n4"], seed)
+    faults = [*itertools.product(("kill", "hang"), ROLES), *itertools.product(("slow", "cut"), ROLES[:3])]
+    survive(job, chaos, chaos.order(faults), every=3, iterations=50)
