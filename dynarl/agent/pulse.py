@@ -81,7 +81,7 @@ def cpu_seconds(group: int) -> float:
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
+            except OSError:  # it has ended
                 continue
             if int(fields[2]) == group:
                 ticks += int(fields[11]) + int(fields[12])
