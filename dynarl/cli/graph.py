@@ -3,57 +3,130 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dynarl import rundir
 from dynarl.cli import output
+from dynarl.errors import DynarlError
+
+if TYPE_CHECKING:
+    from dynarl.hypergraph.graph import Graph
 
 
 @click.command("graph", cls=output.Command)
 @click.argument("run", default="last")
-@output.format_option()
+@output.format_option("text", "png", "svg", "json", default="text")
 @click.option(
-    "--at", "version", type=click.IntRange(min=1), help="As it was after this record of the journal; default the last."
+    "--output",
+    "target",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write; default graph.png or .svg in the run's directory, JSON to stdout.",
 )
-def command(run: str, output_format: str, version: int | None) -> None:
-    """Vertices and hyperedges of a run. RUN: its id, the start of it, a Slurm job id, or `last`."""
-    from dynarl.hypergraph.check import check
+@click.option("--at", "version", type=int, help="As it was after this record of the journal; default the last.")
+def command(run: str, output_format: str, target: Path | None, version: int | None) -> None:
+    """What runs where, what flows between, and who holds which state. RUN: its id, the start of it, a Slurm job id, or
+    `last`."""
+    path = rundir.resolve(run)
+    graph = _graph(path, version)
+    try:
+        if output_format in ("png", "svg"):
+            target = target or path / f"graph.{output_format}"
+            _draw(graph, _title(path.name, graph), target, output_format)
+            click.echo(target)
+        elif output_format == "json":
+            output.print_json(_as_json(path.name, graph), target)
+        else:
+            _print(path.name, graph)
+    except OSError as error:
+        raise DynarlError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def _graph(path: Path, version: int | None) -> Graph:
     from dynarl.hypergraph.fold import fold
     from dynarl.hypergraph.graph import Graph
     from dynarl.hypergraph.journal import read
     from dynarl.report.run import configuration
 
-    path = rundir.resolve(run)
-    records = itertools.takewhile(lambda r: version is None or r["seq"] <= version, read(rundir.journal(path)))
+    journal = read(rundir.journal(path))
+    records = itertools.takewhile(lambda r: version is None or r["seq"] <= version, journal)
     graph = fold(records, Graph(config=configuration(path)))
-    if version is not None and version > graph.version:
-        output.note(f"the journal ends with record {graph.version}; this is how things are there")
-    if output_format == "json":
-        edges = [{"kind": e.kind, "vertices": e.vertices, "attributes": e.attributes} for e in graph.edges()]
-        output.print_json(
-            {
-                "run": path.name,
-                "version": graph.version,
-                "epoch": graph.epoch,
-                "vertices": graph.vertices(),
-                "edges": edges,
-                "broken": check(graph),
-            }
-        )
-        return
-    table = output.table("hyperedge", "of", "joins", "with")
-    for edge in graph.edges():
-        attributes = "  ".join(f"{name}={_short(value)}" for name, value in edge.attributes.items())
-        table.add_row(edge.kind, edge.vertices[0], " ".join(edge.vertices[1:]) or "-", attributes)
+    if version is not None and not 1 <= version <= journal.seq:
+        list(journal)  # to its end
+        has = f"records 1 to {journal.seq}" if journal.seq else "no records yet"
+        raise DynarlError(f"--at {version}: the journal of {path.name} has {has}")
+    return graph
+
+
+def _title(run: str, graph: Graph) -> str:
+    iteration = f", iteration {graph.iteration}" if graph.iteration is not None else ""
+    return f"{run}, record {graph.version}, epoch {graph.epoch}{iteration}"
+
+
+def _as_json(run: str, graph: Graph) -> dict[str, Any]:
+    from dynarl.hypergraph import queries
+    from dynarl.hypergraph.check import check
+    from dynarl.hypergraph.edges import edges, vertices
+
+    return {
+        "run": run,
+        "version": graph.version,
+        "epoch": graph.epoch,
+        "iteration": graph.iteration,
+        "vertices": vertices(graph),
+        "edges": [edge._asdict() for edge in edges(graph)],
+        "free": queries.free_pool(graph),
+        "waits": [wait._asdict() for wait in queries.waits(graph)],
+        "critical_path": [stage._asdict() for stage in queries.critical_path(graph)],
+        "staleness": queries.staleness(graph),
+        "broken": check(graph),
+    }
+
+
+def _draw(graph: Graph, title: str, target: Path, form: str) -> None:
+    try:
+        from dynarl.report.graph_plot import draw
+    except ImportError as error:
+        raise DynarlError(
+            f"no picture without matplotlib ({error}): pip install 'dynarl[report]', or take -o text"
+        ) from error
+    draw(graph, title, target, form)
+
+
+def _print(run: str, graph: Graph) -> None:
+    from dynarl.hypergraph.check import check
+    from dynarl.hypergraph.edges import edges
+    from dynarl.report import graph_text as words
+
     console = output.console()
-    console.print(f"{path.name}, record {graph.version}, epoch {graph.epoch}", soft_wrap=True)
-    console.print(table)
-    for text in check(graph):
-        console.print(f"broken: {text}", soft_wrap=True)
-
-
-def _short(value: object) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "-"
-    return "none yet" if value is None else str(value)
+    arrow = "→" if output.fancy(console) else "->"
+    tables = {
+        "placement": output.table("component", "nodes", "layout", "interruptible", "state"),
+        "dataflow": output.table("channel", "from", "", "to", "what flows", "affinity"),
+        "residency": output.table("state", ">version", "on"),
+        "communicator": output.table("communicator", "nodes", "carries"),
+    }
+    for edge in edges(graph):
+        name, a = edge.vertices[0].partition("/")[2], edge.attributes
+        if edge.kind == "placement":
+            nodes = "-" if "nodes" in a else words.nodes_of(edge.vertices[1:])
+            row = (name, nodes, words.layout(edge), a["interruptible"], words.states(graph, name)[0])
+        elif edge.kind == "dataflow":
+            ends = ", ".join(a["producers"]) or "controller", arrow, ", ".join(a["consumers"])
+            row = (name, *ends, words.flow(a), a["affinity"])
+        elif edge.kind == "residency":
+            version = "-" if a["version"] is None else f"{a['version']}" + (f" ({a['behind']} behind)" if a["behind"] else "")
+            row = (name, version, words.nodes_of(edge.vertices[1:]))
+        else:
+            row = (name, words.nodes_of(edge.vertices[1:]), a["carries"])
+        tables[edge.kind].add_row(*row)
+    console.print(_title(run, graph), soft_wrap=True)
+    for table in tables.values():
+        if table.row_count:
+            console.print()
+            console.print(table)
+    lines = [f"free: {text}" for text in words.free(graph)] + words.path_of(graph) + words.wait_lines(graph)
+    for line in lines + [f"broken: {text}" for text in check(graph)]:
+        console.print(line, soft_wrap=True)

@@ -119,14 +119,13 @@ def _accuracy(evaluation: dict[str, Any], arrow: str) -> str:
 def _nodes(found: dict[str, Any]) -> Any:
     from rich.text import Text
 
-    from dynarl.hypergraph.graph import ROLES
-    from dynarl.report.palette import role_style
+    from dynarl.report.palette import ROLE_COLOURS, role_style
     from dynarl.slurm import hostlist
 
-    groups = [(role, [node for node, active in found["roles"].items() if active == role]) for role in (*ROLES, None)]
+    nodes_of = {role: [n for n, active in found["roles"].items() if active == role] for role in (*ROLE_COLOURS, None)}
     text = Text(f"{found['nodes'] or '?'}")
     if found["state"] in ("running", "unknown"):
-        for role, nodes in groups:
+        for role, nodes in nodes_of.items():
             if nodes:
                 text.append("  ").append(role or "no role", style=role_style(role)).append(f" {hostlist.fold(nodes)}")
     return text

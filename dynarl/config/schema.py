@@ -132,6 +132,9 @@ class Task(Section):
 class Algorithm(Section):
     """GRPO."""
 
+    workflow: Annotated[
+        str, doc("what the job consists of: grpo, or agentic where answers call tools (dynarl/hypergraph/workflows)")
+    ] = "grpo"
     prompts_per_step: Annotated[Positive, doc("prompts (groups) per iteration")] = 32
     group_size: Annotated[Annotated[int, Meta(ge=2)], doc("samples per prompt")] = 8
     minibatches: Annotated[

@@ -12,6 +12,7 @@ from dynarl import rundir
 from dynarl.config import degrees
 from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
+from dynarl.hypergraph import workflow
 from dynarl.slurm import environ, timelimit
 
 # Options that are computed from other settings; given twice, the outcome would depend on their order.
@@ -67,7 +68,8 @@ class Shape:
 
 def check(config: Config) -> None:
     """Raise ConfigError with every fault found, one per line."""
-    faults = [*_nodes(config), *_time(config), *_policy(config), *_model(config), *_batches(config), *_options(config)]
+    rules = (_nodes, _time, _workflow, _policy, _model, _batches, _options)
+    faults = [fault for rule in rules for fault in rule(config)]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -113,6 +115,21 @@ def _time(config: Config) -> Iterator[str]:
         )
     if before_s > 65535:
         yield f"cluster.signal_before_s = {before_s}: Slurm takes at most 65535"
+
+
+def _workflow(config: Config) -> Iterator[str]:
+    name = config.algorithm.workflow
+    try:
+        declared = workflow.declared(name)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for component, each in declared.components.items():
+        if each.program not in workflow.PROGRAMS:
+            yield (
+                f"algorithm.workflow = {name}: its component {component} needs the role program {each.program}, "
+                f"which this version does not have; it has {', '.join(workflow.PROGRAMS)}"
+            )
 
 
 def _policy(config: Config) -> Iterator[str]:

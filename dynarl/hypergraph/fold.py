@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dynarl.hypergraph.graph import ROLES, Epoch, Graph, Iteration, Move, Recut, Worker
+from dynarl.hypergraph import workflow
+from dynarl.hypergraph.graph import Epoch, Graph, Iteration, Move, Recut, Worker
 
 MAX_FAULTS = 100
 
@@ -57,8 +58,11 @@ def _run_started(graph: Graph, r: Record) -> None:
     graph.planned_iterations = r.get("iterations")
     graph.started_t = graph.started_t or r["t"]
     graph.ended, graph.ready = None, False
+    graph.decision = graph.in_transit = None
     graph.must_rewind = graph.attempt > 0
     graph.attempt = r.get("attempt") or graph.attempt + 1
+    if (name := graph.setting("algorithm", "workflow", workflow.DEFAULT)) not in workflow.names():
+        _fault(graph, f"the workflow {name!r} is not known here; the graph is that of {workflow.DEFAULT}")
 
 
 def _step_launched(graph: Graph, r: Record) -> None:
@@ -66,12 +70,14 @@ def _step_launched(graph: Graph, r: Record) -> None:
     graph.step_nodes = list(r.get("nodes") or graph.homes)
     _leave_roles(graph, r["t"], [node for node in graph.roles if node not in graph.step_nodes])
     graph.epoch, graph.ready = 0, False
+    graph.staged, graph.in_transit = {}, None
 
 
 def _leave_roles(graph: Graph, t: float, nodes: list[str]) -> None:
     for node in nodes:
         graph.spans[node].append((t, None))
         del graph.roles[node], graph.homes[node]
+        graph.ranks.pop(node, None)
         _forget_workers(graph, node)
 
 
@@ -87,6 +93,7 @@ def _run_ended(graph: Graph, r: Record) -> None:
 
 def _resumed(graph: Graph, r: Record) -> None:
     _rewind(graph, r["iteration"])
+    graph.decision = graph.in_transit = None
     graph.resumes.append({"t": r["t"], "iteration": r["iteration"], "checkpoint": r.get("checkpoint")})
 
 
@@ -117,14 +124,16 @@ def _begin_anew_unless_resumed(graph: Graph) -> None:
 def _agent_up(graph: Graph, r: Record) -> None:
     _forget_workers(graph, r["node"])
     graph.homes[r["node"]] = r["home"]
+    if "rank" in r:
+        graph.ranks[r["node"]] = r["rank"]
     if r["node"] not in graph.nodes:
         graph.nodes.append(r["node"])
     _set_role(graph, r["node"], r["home"], r["t"])
 
 
 def _set_role(graph: Graph, node: str, role: str, t: float) -> None:
-    if role not in ROLES:
-        _fault(graph, f"node {node} got {role!r}, which is not one of {', '.join(ROLES)}")
+    if role not in graph.workflow.roles:
+        _fault(graph, f"node {node} got {role!r}, which is not one of {', '.join(graph.workflow.roles)}")
     if graph.roles.get(node) != role:
         graph.spans.setdefault(node, []).append((t, role))
     graph.roles[node] = role
@@ -207,10 +216,10 @@ def _epoch_cancelled(graph: Graph, r: Record) -> None:
 
 def _iteration_started(graph: Graph, r: Record) -> None:
     _begin_anew_unless_resumed(graph)
-    for earlier in graph.iterations.values():
-        if earlier.num_steps and not earlier.finished:
-            earlier.finished = True
-            graph.samples.finish(earlier.number)
+    earlier = graph.iterations.get(graph.iteration)
+    if earlier is not None and earlier.num_steps and not earlier.finished:
+        earlier.finished = True
+        graph.samples.finish(earlier.number)
     number = r["iteration"]
     if number in graph.iterations:
         _fault(graph, f"iteration {number} started again without going back to a checkpoint")
@@ -228,6 +237,7 @@ def _step_committed(graph: Graph, r: Record) -> None:
     iteration = graph.iterations.setdefault(number, Iteration(number))
     iteration.num_steps += 1
     iteration.ended_t = r["t"]
+    iteration.stages |= r.get("stages") or {}
     iteration.finished = iteration.finished or iteration.num_steps >= graph.minibatches
     graph.samples.step(number, r.get("samples") or [], iteration.finished)
 
@@ -245,6 +255,23 @@ def _evaluated(graph: Graph, r: Record) -> None:
 
 def _checkpoint_saved(graph: Graph, r: Record) -> None:
     graph.checkpoints.append({"t": r["t"], "iteration": r["iteration"], "path": r.get("path")})
+
+
+# Weights and decisions
+
+
+def _weights_staging(graph: Graph, r: Record) -> None:
+    graph.in_transit = r["version"]
+
+
+def _weights_staged(graph: Graph, r: Record) -> None:
+    graph.in_transit = None
+    graph.staged |= dict.fromkeys(r["nodes"], r["version"])
+
+
+def _decision(graph: Graph, r: Record) -> None:
+    # Only the last one: a long run makes very many, and `dynarl explain` reads them from the journal.
+    graph.decision = {"number": r["number"], "iteration": r["iteration"], "t": r["t"], "seen": r.get("seen") or {}}
 
 
 # The trainer's layout
@@ -280,8 +307,14 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "warm_start_done": _warm_start_done,
     "evaluated": _evaluated,
     "checkpoint_saved": _checkpoint_saved,
-    "layout_proposed": lambda graph, r: None,
-    "checkpoint_failed": lambda graph, r: None,
+    "weights_staging": _weights_staging,
+    "weights_staged": _weights_staged,
+    "decision": _decision,
     "layout_committed": _layout_committed,
     "layout_cancelled": _layout_cancelled,
+    # For the story of the run only: `dynarl explain` tells it.
+    **dict.fromkeys(
+        ("decision_outcome", "epoch_refused", "worker_rebooted", "layout_proposed", "checkpoint_failed"),
+        lambda graph, r: None,
+    ),
 }

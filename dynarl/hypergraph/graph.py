@@ -1,42 +1,21 @@
-"""The hypergraph of a job: what it consists of and how that hangs together, at one position in the journal.
+"""What is known of a job at one position in its journal.
 
-Vertices: components (`component/rollout`), devices (`device/n1:0`), state objects (`state/weights`, `state/optimizer`)
-and channels (`channel/trajectories`). Hyperedges join any number of them:
-
-- placement  a component and the devices that run it now, with its layout
-- dataflow   a channel and the components at its two ends
-- residency  a state object and the devices that hold it, with its version
-
-A `Graph` holds the facts; vertices and edges are read off them. `fold.py` makes it from journal records, `check.py`
-names the rules it breaks.
+A `Graph` holds the facts. `fold.py` makes it from journal records, `edges.py` reads vertices and hyperedges off it,
+`queries.py` answers questions about it, `check.py` names the rules it breaks.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dynarl.hypergraph import workflow
 from dynarl.hypergraph.samples import SampleCount
-
-ROLES = ("rollout", "inference", "training")
-
-# Channel: (components that put into it, components that take from it).
-CHANNELS = {
-    "prompts": ((), ("rollout",)),
-    "trajectories": (("rollout",), ("inference",)),
-    "scored": (("inference",), ("training",)),
-    "gradients": (("training",), ("training",)),
-}
-
-
-class Edge(NamedTuple):
-    """A hyperedge, e.g. Edge("placement", ("component/rollout", "device/n1:0"), {"instances": 1})."""
-
-    kind: str
-    vertices: tuple[str, ...]
-    attributes: dict[str, Any]
+from dynarl.hypergraph.workflow import Workflow
 
 
 class Move(NamedTuple):
@@ -71,6 +50,8 @@ class Iteration:
     num_steps: int = 0
     finished: bool = False
     into_training: bool = False
+    # Component: seconds from the start of the iteration to the end of the last thing that it did, as far as steps say.
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -102,9 +83,11 @@ class Worker:
 class Graph:
     """The job after the journal record number `version`. Times are unix seconds.
 
-    nodes: of the allocation; step_nodes: those of the running step; homes, roles: home and active role of each node
-    whose agent is up; ready: the step has loaded its models; ready_t: when the first step had; spans: for each node the
-    (time, role) of every change, role None while it has none; faults: rules found broken by the records.
+    nodes: of the allocation; step_nodes: those of the running step; homes, roles, ranks: home, active role and MPI rank
+    of each node whose agent is up; ready: the step has loaded its models; ready_t: when the first step had; spans: for
+    each node the (time, role) of every change, role None while it has none; staged: newest version of the weights on
+    each node; in_transit: the version that is on its way to them; decision: the last one of the scheduler; faults:
+    rules found broken by the records.
     """
 
     version: int = 0
@@ -124,6 +107,7 @@ class Graph:
     epoch: int = 0
     homes: dict[str, str] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
     spans: dict[str, list[tuple[float, str | None]]] = field(default_factory=dict)
     workers: dict[tuple[str, str, int], Worker] = field(default_factory=dict)
     epochs: list[Epoch] = field(default_factory=list)
@@ -137,6 +121,9 @@ class Graph:
     deaths: list[dict[str, Any]] = field(default_factory=list)
     resumes: list[dict[str, Any]] = field(default_factory=list)
     must_rewind: bool = False
+    staged: dict[str, int] = field(default_factory=dict)
+    in_transit: int | None = None
+    decision: dict[str, Any] | None = None
 
     faults: list[str] = field(default_factory=list)
     unknown_events: Counter[str] = field(default_factory=Counter)
@@ -148,10 +135,23 @@ class Graph:
         return (self.config.get(section) or {}).get(key, default)
 
     @property
+    def workflow(self) -> Workflow:
+        """The declaration that the job follows; one that is not known here was noted as a fault."""
+        name = self.setting("algorithm", "workflow", workflow.DEFAULT)
+        return workflow.declared(name if name in workflow.names() else workflow.DEFAULT)
+
+    @property
     def layout(self) -> str:
         """Degrees of the trainer's layout, as `tp=2,pp=1`."""
         committed = [recut.layout for recut in self.recuts if recut.state == "committed"]
-        return committed[-1] if committed else f"tp={self.setting('training', 'tp', 1)},pp={self.setting('training', 'pp', 1)}"
+        if committed:
+            return committed[-1]
+        return f"tp={self.setting('training', 'tp', 1)},pp={self.setting('training', 'pp', 1)}"
+
+    @property
+    def replica_size(self) -> int:
+        """Devices that train one lease together: tp x pp, times ep where experts are spread over replicas."""
+        return math.prod(int(size) for size in re.findall(r"=\s*(\d+)", self.layout))
 
     @property
     def devices_per_node(self) -> int:
@@ -169,7 +169,7 @@ class Graph:
     @property
     def iteration(self) -> int | None:
         """The iteration started last."""
-        return max(self.iterations, default=None)
+        return next(reversed(self.iterations), None)
 
     @property
     def num_finished(self) -> int:
@@ -214,49 +214,3 @@ class Graph:
     def into_training_iterations(self) -> int:
         """Finished iterations in which at least one node moved into training."""
         return sum(iteration.into_training and iteration.finished for iteration in self.iterations.values())
-
-    # The hypergraph itself
-
-    def devices_of(self, nodes: list[str]) -> tuple[str, ...]:
-        return tuple(f"device/{node}:{device}" for node in nodes for device in range(self.devices_per_node))
-
-    def vertices(self) -> list[str]:
-        channels = [f"channel/{name}" for name in CHANNELS]
-        components = [f"component/{role}" for role in ROLES]
-        return [*components, *self.devices_of(self.nodes), "state/weights", "state/optimizer", *channels]
-
-    def edges(self) -> list[Edge]:
-        return [*(self.placement(role) for role in ROLES), *self._dataflow(), *self._residency()]
-
-    def placement(self, role: str) -> Edge:
-        """Where a component runs. Training: data-parallel replicas are owners or borrowed (gradients only)."""
-        nodes = self.with_role(role)
-        devices = self.devices_of(nodes)
-        if role == "training":
-            tp = self.setting("training", "tp", 1)
-            owners = [node for node in nodes if node in self.owners]
-            layout = {
-                "tp": tp,
-                "dp": len(devices) // tp,
-                "owners": owners,
-                "borrowed": [n for n in nodes if n not in owners],
-            }
-        else:
-            layout = {"instances": len(devices)}
-        return Edge("placement", (f"component/{role}", *devices), layout)
-
-    def _dataflow(self) -> list[Edge]:
-        edges = []
-        for channel, (sources, targets) in CHANNELS.items():
-            ends = dict.fromkeys(f"component/{role}" for role in sources + targets)
-            attributes = {"sources": list(sources), "targets": list(targets)}
-            edges.append(Edge("dataflow", (f"channel/{channel}", *ends), attributes))
-        return edges
-
-    def _residency(self) -> list[Edge]:
-        # Within an iteration every node has the weights, whatever its role.
-        version = {"version": self.weights_version}
-        return [
-            Edge("residency", ("state/weights", *self.devices_of(list(self.roles))), version),
-            Edge("residency", ("state/optimizer", *self.devices_of(self.owners)), version),
-        ]

@@ -27,6 +27,9 @@ from typing import Any
 import msgspec
 
 from dynarl.errors import DynarlError
+from dynarl.hypergraph.fold import apply
+from dynarl.hypergraph.graph import Graph
+from dynarl.hypergraph.samples import SampleCount
 from dynarl.lines import LineReader
 
 Record = dict[str, Any]
@@ -111,10 +114,14 @@ def follow(path: Path | str, poll_s: float = 0.2) -> Iterator[Record]:
 
 
 class Journal:
-    """The one writer of a journal, for use from one thread. Raises JournalTaken if somebody else has become it."""
+    """The one writer of a journal, for use from one thread. Raises JournalTaken if somebody else has become it.
+
+    graph: of all records, also those that were there before; it counts the samples of the running iteration only.
+    """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
+        self.graph = Graph(samples=SampleCount(newest=1))
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _sync_directory(self.path.parent)
         self._reader = Reader(self.path)
@@ -139,6 +146,7 @@ class Journal:
         record = {"seq": self._seq + 1, "t": time.time(), "type": type, "owner": self.owner, **fields}
         self._write(encode(record))
         self._seq += 1
+        apply(self.graph, record)
         if durable:
             os.fsync(self._fd)
         return record
@@ -160,8 +168,9 @@ class Journal:
         """Take in what the file holds beyond what this writer knows of."""
         self._size = os.fstat(self._fd).st_size
         self._tail_is_torn = self._size > 0 and os.pread(self._fd, 1, self._size - 1) != b"\n"
-        for _ in self._reader:
-            pass
+        for record in self._reader:
+            if record["seq"] > self.graph.version:
+                apply(self.graph, record)
 
     def _check_owner(self) -> None:
         other = self._reader.owner

@@ -47,10 +47,11 @@ def _split(joined: str) -> list[str]:
 
 
 class SampleCount:
-    """Samples of a run, by iteration."""
+    """Samples of a run, by iteration; with `newest`, of so many iterations, so that it does not grow with the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest: int | None = None) -> None:
         self._iterations: dict[int, _Iteration] = {}
+        self._newest = newest
 
     def start(self, iteration: int, samples: Sequence[str]) -> None:
         """The iteration will produce these samples."""
@@ -83,6 +84,8 @@ class SampleCount:
 
     def _entry(self, iteration: int) -> _Iteration:
         entry = self._iterations.setdefault(iteration, _Iteration())
+        if self._newest is not None and len(self._iterations) > self._newest:
+            del self._iterations[next(iter(self._iterations))]
         entry.tally = None
         return entry
 

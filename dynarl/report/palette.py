@@ -6,8 +6,8 @@ uses them also has a letter or a legend.
 
 from __future__ import annotations
 
-ROLE_COLOURS = {"rollout": "#0072B2", "inference": "#E69F00", "training": "#009E73"}
-ROLE_LETTERS = {"rollout": "R", "inference": "I", "training": "T"}
+ROLE_COLOURS = {"rollout": "#0072B2", "inference": "#E69F00", "critic": "#CC79A7", "training": "#009E73"}
+ROLE_LETTERS = {"rollout": "R", "inference": "I", "critic": "C", "training": "T"}
 NO_ROLE_COLOUR = "#DDDDDD"
 CANCELLED_COLOUR = "#D55E00"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dynarl import rundir
 from dynarl.hypergraph.check import check
-from dynarl.hypergraph.graph import ROLES, Graph
+from dynarl.hypergraph.graph import Graph
 from dynarl.report.run import RunView, State
 from dynarl.report.units import iso_time
 
@@ -124,6 +124,6 @@ def stage(graph: Graph) -> str | None:
 
 def by_role(graph: Graph) -> dict[str, list[str]]:
     """Nodes of each role as allocated, roles in their usual order; the nodes without one come last, under "-"."""
-    found = {role: [node for node in graph.nodes if graph.roles.get(node) == role] for role in ROLES}
+    found = {role: [node for node in graph.nodes if graph.roles.get(node) == role] for role in graph.workflow.roles}
     idle = [node for node in graph.nodes if node not in graph.roles]
     return {**found, **({"-": idle} if idle else {})}

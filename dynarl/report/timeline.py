@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynarl.errors import DynarlError
-from dynarl.hypergraph.graph import ROLES, Graph
+from dynarl.hypergraph.graph import Graph
 from dynarl.report.units import iso_time
 
 
@@ -35,11 +35,13 @@ class Remap:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything, with times in seconds since `started_t` (unix). spans: by node; stages: what is not an iteration."""
+    """Everything, with times in seconds since `started_t` (unix). roles: that there can be; spans: by node; stages:
+    what is not an iteration."""
 
     run: str
     started_t: float
     end_s: float
+    roles: tuple[str, ...]
     homes: dict[str, str]
     spans: dict[str, list[Span]]
     remaps: list[Remap]
@@ -54,7 +56,7 @@ class Timeline:
         for spans in self.spans.values():
             for span in spans:
                 total[span.role] += span.end_s - span.start_s
-        return {role: round(total[role], 3) for role in ROLES}
+        return {role: round(total[role], 3) for role in self.roles}
 
     def window(self, first: int, last: int) -> tuple[float, float]:
         """From the start of iteration `first` to the end of iteration `last`. Raises DynarlError if there is none."""
@@ -104,6 +106,7 @@ def timeline(graph: Graph, now: float | None = None, since_t: float = 0.0) -> Ti
         run=graph.run,
         started_t=start,
         end_s=since(end_t),
+        roles=graph.workflow.roles,
         homes=dict(graph.homes),
         spans={node: _spans(_from(graph.spans.get(node, []), since_t), start, end_t) for node in _order(graph)},
         remaps=[
@@ -136,9 +139,9 @@ def _stages(graph: Graph) -> list[tuple[str, float, float]]:
 
 def _order(graph: Graph) -> list[str]:
     """Rollout nodes first, training nodes last, so that what moves meets in the middle; within a role as allocated."""
-    rank = {role: index for index, role in enumerate(ROLES)}
+    rank = {role: index for index, role in enumerate(graph.workflow.roles)}
     nodes = dict.fromkeys([*graph.nodes, *graph.spans])
-    return sorted(nodes, key=lambda node: rank.get(graph.homes.get(node), len(ROLES)))
+    return sorted(nodes, key=lambda node: rank.get(graph.homes.get(node), len(rank)))
 
 
 def _from(changes: list[tuple[float, str | None]], since_t: float) -> list[tuple[float, str | None]]:

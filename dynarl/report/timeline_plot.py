@@ -11,7 +11,6 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from dynarl.hypergraph.graph import ROLES  # noqa: E402
 from dynarl.report.palette import CANCELLED_COLOUR, ROLE_COLOURS  # noqa: E402
 from dynarl.report.timeline import Timeline  # noqa: E402
 from dynarl.report.units import duration  # noqa: E402
@@ -117,7 +116,7 @@ def _legend(figure: Figure, timeline: Timeline) -> None:
     total = sum(seconds.values()) or 1.0
     entries = [
         Patch(facecolor=ROLE_COLOURS[role], label=f"{role} ({seconds[role] / total:.0%} of node time)")
-        for role in ROLES
+        for role in timeline.roles
     ]
     entries.append(Line2D([], [], linestyle="", marker="|", color="black", markersize=7, label="remap"))
     if not all(remap.committed for remap in timeline.remaps):

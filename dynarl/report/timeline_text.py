@@ -6,7 +6,6 @@ import bisect
 
 from rich.text import Text
 
-from dynarl.hypergraph.graph import ROLES
 from dynarl.report.palette import CANCELLED_COLOUR, ROLE_LETTERS, role_style
 from dynarl.report.timeline import Span, Timeline
 from dynarl.report.units import duration
@@ -55,7 +54,7 @@ def legend(timeline: Timeline, colour: bool, fancy: bool) -> Text:
     seconds = timeline.node_seconds()
     total = sum(seconds.values()) or 1.0
     text = Text()
-    for role in ROLES:
+    for role in timeline.roles:
         mark = "██" if colour and fancy else ROLE_LETTERS[role]
         text.append(mark, style=role_style(role) if colour else "").append(f" {role} {seconds[role] / total:.0%}   ")
     text.append("╵ remap" if fancy else "' remap")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dynarl.hypergraph.graph import ROLES
 from dynarl.hypergraph.journal import Record
+from dynarl.report.palette import ROLE_COLOURS
 from dynarl.report.run import RunView, State
 from dynarl.report.units import duration
 from dynarl.slurm import hostlist
@@ -62,7 +62,7 @@ def _epoch_committed(r: Record) -> str | None:
     """The first map of roles; the moves after it are counted in the line of their iteration."""
     if r.get("moves"):
         return None
-    groups = [(role, [node for node, active in r["roles"].items() if active == role]) for role in ROLES]
+    groups = [(role, [node for node, active in r["roles"].items() if active == role]) for role in ROLE_COLOURS]
     return "models are loaded: " + "  ".join(f"{role} {hostlist.fold(nodes)}" for role, nodes in groups if nodes)
 
 

@@ -325,3 +325,24 @@ def test_going_home_is_on_record(tmp_path):
         assert epochs.roles == HOME
 
     assert on_epochs(tmp_path, scenario)[-1]["roles"] == HOME
+
+
+def test_moves_that_would_break_a_rule_are_refused_before_anybody_is_asked(tmp_path):
+    async def scenario(epochs, agents):
+        epochs._journal.append("step_launched", step=0, nodes=list(HOME))
+        for node, home in HOME.items():
+            epochs._journal.append("agent_up", node=node, rank=0, home=home)
+            for role in (home, "training"):
+                epochs._journal.append("worker_up", node=node, role=role, device=0)
+        both = {"n1": "training", "n2": "training"}
+        for _ in range(3):
+            outcome = await epochs.change(both, WEIGHTS, "few are left", live=lambda: 4)
+            assert not outcome.committed and outcome.reason == "4 requests are live, but no node has the role rollout"
+        assert agents.calls == [] and epochs.roles == HOME and epochs.epoch == 10
+        assert (await epochs.change(both, WEIGHTS, "none are left", live=lambda: 0)).committed
+
+    refused, proposed, committed = on_epochs(tmp_path, scenario)  # one record of the refusal, though it was asked thrice
+    assert (refused["type"], refused["reason"]) == ("epoch_refused", "few are left")
+    assert refused["broken"] == ["4 requests are live, but no node has the role rollout"]
+    assert [move["node"] for move in refused["moves"]] == ["n1", "n2"]
+    assert (proposed["epoch"], committed["epoch"]) == (11, 11)

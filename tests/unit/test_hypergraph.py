@@ -1,10 +1,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from graph_records import change, job, records
 from synthetic_run import SyntheticRun
 
 from dynarl import rundir
 from dynarl.hypergraph.check import check
+from dynarl.hypergraph.edges import edges as edges_of
+from dynarl.hypergraph.edges import vertices
 from dynarl.hypergraph.fold import fold
 from dynarl.hypergraph.graph import Graph
 from dynarl.hypergraph.journal import read
@@ -18,28 +21,6 @@ def synthetic(tmp_path):
 
 def graph_of(synthetic) -> Graph:
     return fold(read(rundir.journal(synthetic.run)))
-
-
-def records(*events):
-    """Records from (type, fields) pairs, one second apart."""
-    return [
-        {"seq": n, "t": float(n), "type": type, "owner": "1.a", **fields} for n, (type, fields) in enumerate(events, 1)
-    ]
-
-
-def job(nodes=("a", "b"), homes=("rollout", "training"), **config):
-    started = ("run_started", {"run": "r", "config": config, "job_id": 7, "nodes": list(nodes), "attempt": 1})
-    agents = [("agent_up", {"node": n, "rank": i, "home": h}) for i, (n, h) in enumerate(zip(nodes, homes))]
-    return [started, *agents, ("step_launched", {"step": 0, "command": [], "nodes": list(nodes)})]
-
-
-def change(number, roles, **moves):
-    """Proposal and commit of an epoch; moves as node=(source, target)."""
-    listed = [{"node": n, "source": s, "target": t} for n, (s, t) in moves.items()]
-    return [
-        ("epoch_proposed", {"epoch": number, "moves": listed, "reason": ""}),
-        ("epoch_committed", {"epoch": number, "roles": roles, "moves": listed, "phases": {}, "pause_ms": 10.0}),
-    ]
 
 
 def test_a_whole_run_breaks_no_rule(synthetic):
@@ -79,15 +60,19 @@ def test_the_edges_say_what_runs_where_with_which_layout():
     config = {"cluster": {"devices_per_node": 2}, "training": {"tp": 2}}
     started = ("iteration_started", {"iteration": 1, "version": 4, "samples": []})
     graph = fold(records(*job(**config), started, *moved))
-    edges = {(e.kind, e.vertices[0]): e for e in graph.edges()}
+    edges = {(e.kind, e.vertices[0]): e for e in edges_of(graph)}
     training = edges["placement", "component/training"]
     assert training.vertices[1:] == ("device/a:0", "device/a:1", "device/b:0", "device/b:1")
-    assert training.attributes == {"tp": 2, "dp": 2, "owners": ["b"], "borrowed": ["a"]}
-    assert edges["placement", "component/rollout"].attributes == {"instances": 0}
+    assert training.attributes == {
+        "kind": "static", "interruptible": "regular",
+        "layout": "tp=2,pp=1", "replicas": 2, "owners": ["b"], "borrowed": ["a"],
+    }
+    assert edges["placement", "component/rollout"].attributes["instances"] == 0
+    assert edges["placement", "component/environment"].attributes["nodes"] == 2
     assert edges["residency", "state/optimizer"] == (
         "residency",
         ("state/optimizer", "device/b:0", "device/b:1"),
-        {"version": 4},
+        {"version": 4, "behind": 0},
     )
     assert len(edges["residency", "state/weights"].vertices) == 5
     assert edges["dataflow", "channel/scored"].vertices == (
@@ -95,7 +80,7 @@ def test_the_edges_say_what_runs_where_with_which_layout():
         "component/inference",
         "component/training",
     )
-    assert {v for e in edges.values() for v in e.vertices} == set(graph.vertices())
+    assert {v for e in edges.values() for v in e.vertices} == set(vertices(graph))
 
 
 @pytest.mark.parametrize(

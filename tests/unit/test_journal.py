@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynarl.hypergraph import journal as journal_module
+from dynarl.hypergraph.fold import fold
 from dynarl.hypergraph.journal import Journal, JournalTaken, decode, encode, follow, read
 
 
@@ -175,3 +176,20 @@ def test_the_crc_is_that_of_the_line_without_it():
     line = encode({"seq": 1, "t": 2, "type": "x", "owner": "1.a"})
     body, _, crc = line.rpartition(b',"crc":')
     assert int(crc[:-2]) == zlib.crc32(body + b"}")
+
+
+def test_the_writer_has_the_graph_of_all_records_also_of_those_before_it(tmp_path):
+    first = Journal(tmp_path / "j")
+    first.append("agent_up", node="a", rank=0, home="training")
+    first.close()
+    second = Journal(tmp_path / "j")
+    assert second.graph.roles == {"a": "training"}
+    for number in range(1, 4):
+        second.append("iteration_started", iteration=number, version=number, samples=[f"{number}:0:0"])
+        with open(tmp_path / "j", "ab") as file:  # somebody's half a line: the writer looks at the file again
+            file.write(b'{"seq":')
+        second.append("step_committed", iteration=number, samples=[f"{number}:0:0"])
+    graph = fold(read(tmp_path / "j"))
+    assert (second.graph.version, second.graph.iterations) == (graph.version, graph.iterations)
+    assert second.graph.faults == graph.faults == []
+    assert (second.graph.samples.tally().trained, graph.samples.tally().trained) == (1, 3)

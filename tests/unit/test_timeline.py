@@ -14,6 +14,8 @@ from dynarl.hypergraph.journal import read
 from dynarl.report.timeline import Span, Timeline, timeline
 from dynarl.report.timeline_text import render
 
+ROLES = ("rollout", "inference", "training")
+
 
 @pytest.fixture
 def synthetic(tmp_path, monkeypatch):
@@ -27,7 +29,7 @@ def folded(synthetic) -> Timeline:
 
 def plain(spans, end_s=10.0, **fields):
     empty = {"remaps": [], "stages": [], "iterations": [], "evaluations": [], "checkpoints": [], **fields}
-    return Timeline("r", 0.0, end_s, {}, {"n1": spans}, **empty)
+    return Timeline("r", 0.0, end_s, ROLES, {}, {"n1": spans}, **empty)
 
 
 def test_the_spans_of_a_node_follow_each_other_and_change_role_with_the_remaps(synthetic):
@@ -74,7 +76,7 @@ def test_the_text_fits_its_width_and_is_ascii_where_it_must_be(synthetic):
 
 
 def test_many_nodes_are_cut_with_a_word_about_it():
-    many = Timeline("r", 0.0, 1.0, {}, {f"n{i}": [] for i in range(100)}, [], [], [], [], [])
+    many = Timeline("r", 0.0, 1.0, ROLES, {}, {f"n{i}": [] for i in range(100)}, [], [], [], [], [])
     lines = [line.plain for line in render(many, 40, colour=False, fancy=False, max_rows=8)]
     assert lines[8].strip() == "... and 92 more nodes"
 
