@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, AsyncIterator, Callable
 
 from dynarl.controller.fleet import Fleet, StepLost
+from dynarl.hypergraph.check import check_proposal
+from dynarl.hypergraph.graph import Move
 from dynarl.hypergraph.journal import Journal
 from dynarl.wire import CallError
 
@@ -61,6 +63,7 @@ class Epochs:
         self.roles = dict(home)
         self.epoch = first_epoch
         self._turn = asyncio.Lock()
+        self._refused: tuple[Any, ...] = ()  # moves and reasons of the last refusal
 
     async def go_home(self) -> None:
         """Every node has its home role again, without a protocol: at a start, and after a fault. A change under way
@@ -90,15 +93,30 @@ class Epochs:
         on_quiesced: Callable[[Outcome], None] = lambda outcome: None,
         live: Callable[[], int] = lambda: 0,
     ) -> Outcome:
-        """Carry out `moves` ({node: new role}). `on_quiesced` takes back what the moving nodes gave up; `live` counts
-        the requests that are not finished. Raises StepLost when a commit reached some members only."""
+        """Carry out `moves` ({node: new role}), unless they would break a rule of the hypergraph. `on_quiesced` takes
+        back what the moving nodes gave up; `live` counts the requests that are not finished. Raises StepLost when a
+        commit reached some members only."""
         if self._in_transit:
             return Outcome(self.epoch, False, "weights are on their way to the nodes")
         async with self._turn:
             moves = {node: role for node, role in moves.items() if self.roles[node] != role}
             if not moves:
                 return Outcome(self.epoch, True)
+            if broken := self._broken(moves, reason, live()):
+                return Outcome(self.epoch, False, broken)
             return await self._change(moves, weights, reason, on_quiesced, live)
+
+    def _broken(self, moves: dict[str, str], reason: str, live_requests: int) -> str:
+        """The rules that these moves would break. On record once: the same moves may be asked for again and again."""
+        proposed = [Move(node, self.roles[node], role) for node, role in sorted(moves.items())]
+        broken = check_proposal(self._journal.graph, proposed, live_requests)
+        if broken and (proposed, broken) != self._refused:
+            self._refused = proposed, broken
+            log.warning("a change of roles was refused: %s", "; ".join(broken))
+            self._journal.append(
+                "epoch_refused", moves=[move._asdict() for move in proposed], reason=reason, broken=broken
+            )
+        return "; ".join(broken)
 
     async def _change(
         self,

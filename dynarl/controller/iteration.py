@@ -314,6 +314,11 @@ class Iteration:
             self.tally.add(total, stats)
         return total
 
+    def stage_ends(self) -> dict[str, float]:
+        """Seconds from the start to the last answer and to the last score, as far as they are there."""
+        ends = {"rollout": self.tally.generated_at, "inference": self.tally.scored_at}
+        return {role: round(end - self.tally.started, 3) for role, end in ends.items() if end}
+
     def worker_lost(self, node: str, role: str, held: Iterable[str] = ()) -> None:
         """Offer again what a dead worker had. held: requests whose answer so far is recorded on its node."""
         if role == "environment":

@@ -296,6 +296,7 @@ class Job:
                 loss=stats.get("loss", math.nan) / max(tokens, 1),
                 grad_norm=stepped["grad_norm"],
                 tokens=tokens,
+                stages=run.stage_ends(),
                 durable=True,
             )
         self.last_event = time.monotonic()

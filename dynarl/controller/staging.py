@@ -57,6 +57,7 @@ class Staging:
         version, places = job.weights.version + 1, job.trainer.places
         staged = [places.staging_rank(job.trainer.nodes.index(node)) for node in nodes]
         request = job.transition(EngineLayout(dp=len(staged), ranks=tuple(staged)), ["param"])
+        job.journal.append("weights_staging", version=version)
         moved = await job.transitions.carry_out(request, version=version)
         found = {node: moved.digests[node]["staged"] for node in nodes}
         if len(set(found.values())) != 1:
@@ -66,6 +67,7 @@ class Staging:
             await self._check(moved)
         await job.transitions.finish(moved, version=version, source=str(job.model_dir), keep=[version, *keep])
         job.weights = Weights(version, found[nodes[0]])
+        job.journal.append("weights_staged", version=version, nodes=nodes)
         self.versions |= dict.fromkeys(nodes, version)
         await asyncio.gather(
             *(job.fleet.call(n, "loaded", role="training", version=version) for n in job.trainer.owner_nodes)
