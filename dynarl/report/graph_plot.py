@@ -206,8 +206,9 @@ def _channel(axes: Any, graph: Graph, name: str, pill: _Box, boxes: dict[str, _B
             form = {"arrowstyle": "-" if inwards else "-|>", "mutation_scale": 11, "shrinkA": 0, "shrinkB": 1}
             axes.add_patch(FancyArrowPatch(start, stop, **form, **style))
     _rounded(axes, pill, facecolor="white", edgecolor=style["color"], linewidth=style["linewidth"], zorder=2)
-    axes.text(pill.x, pill.y + 0.08, name.replace("_", " "), fontsize=8.5, color=INK, ha="center", va="center", zorder=3)
-    axes.text(pill.x, pill.y - 0.09, flow(attributes), fontsize=7, color=FAINT, ha="center", va="center", zorder=3)
+    centred = {"ha": "center", "va": "center", "zorder": 3}
+    axes.text(pill.x, pill.y + 0.08, name.replace("_", " "), fontsize=8.5, color=INK, **centred)
+    axes.text(pill.x, pill.y - 0.09, flow(attributes), fontsize=7, color=FAINT, **centred)
 
 
 def _notes(graph: Graph) -> list[tuple[str, str]]:

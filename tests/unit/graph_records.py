@@ -32,7 +32,8 @@ def workers(**roles):
 
 
 def decision(number, iteration=1, moves=None, reason="it pays", **seen):
-    """A decision between staying and `moves` ({node: role}); moves None: it stays."""
+    """A decision between staying and `moves` ({node: role}); moves None: it stays. seen: `__` stands for `/`."""
+    seen = {name.replace("__", "/"): value for name, value in seen.items()}
     candidates = [{"moves": {}, "finish_s": 20.0, "cost_s": 0.0, "gain_s": 0.0}]
     if moves:
         candidates.append({"moves": moves, "finish_s": 16.5, "cost_s": 0.4, "gain_s": 3.5})

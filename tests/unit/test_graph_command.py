@@ -52,7 +52,8 @@ def test_a_broken_rule_is_shown_under_the_table(synthetic):
 def test_the_text_says_what_runs_where_what_flows_and_who_waits(synthetic):
     synthetic.iteration(1, moves=False)
     synthetic.record("iteration_started", iteration=2, version=2, samples=[])
-    type, fields = decision(1, 2, waiting=0, generating=5, to_score=0, scoring=0)
+    seen = {"groups__inference__waiting": 0, "groups__inference__in_work": 0}
+    type, fields = decision(1, 2, requests__waiting=0, requests__running=5, **seen)
     synthetic.record(type, **fields)
     lines = [" ".join(line.split()) for line in invoke().stdout.splitlines()]
     assert lines[0].endswith(", iteration 2")
@@ -84,7 +85,8 @@ def test_the_picture_names_every_component_and_channel(synthetic, tmp_path, work
     drawn = xml.etree.ElementTree.parse(run.run / "graph.svg")
     comments = (run.run / "graph.svg").read_text()  # matplotlib draws letters, and has the text beside them
     found = json.loads(invoke(run.run.name, "-o", "json").stdout)
-    names = [v.partition("/")[2].replace("_", " ") for v in found["vertices"] if v.startswith(("component/", "channel/"))]
+    kinds = ("component/", "channel/")
+    names = [v.partition("/")[2].replace("_", " ") for v in found["vertices"] if v.startswith(kinds)]
     assert len(names) > 7 and [name for name in names if f"<!-- {name} -->" not in comments] == []
     assert drawn.getroot().tag.endswith("svg")
 

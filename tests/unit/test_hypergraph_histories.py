@@ -54,7 +54,7 @@ class History:
         moves = {node: target}
         if target == "training" and not set((self.roles | moves).values()) >= {"rollout"}:
             return
-        self.add(*decision(next(self.decisions), self.done + 1, moves, generating=2))
+        self.add(*decision(next(self.decisions), self.done + 1, moves, requests__running=2))
         self.epoch += 1
         listed = [{"node": node, "source": self.roles[node], "target": target}]
         self.add("epoch_proposed", epoch=self.epoch, moves=listed, reason="")

@@ -10,6 +10,9 @@ from dynarl.hypergraph.queries import (
 NODES, HOMES = ("r1", "i1", "t1"), ("rollout", "inference", "training")
 START = ("iteration_started", {"iteration": 1, "version": 4, "samples": ["1:0:0", "1:0:1"]})
 
+EMPTY = {f"groups__{name}__{how}": 0 for name in ("inference", "training") for how in ("waiting", "in_work")}
+EMPTY |= {"requests__waiting": 0, "requests__running": 0}
+
 
 def graph(*events, **config):
     return fold(records(*job(NODES, HOMES, **config), START, *events))
@@ -33,23 +36,23 @@ def test_devices_of_nodes_without_a_role_are_free():
 
 
 def test_what_lies_in_a_channel_that_no_node_takes_from_waits_for_a_node():
-    assert waits(moved(decision(1, generating=3, waiting=0, to_score=2, scoring=0))) == [
+    seen = EMPTY | {"groups__inference__waiting": 2, "groups__training__in_work": 1}
+    assert waits(moved(decision(1, **seen))) == [
         Wait("inference", "component/inference", "2 group(s) wait in trajectories, and no node runs inference")]
 
 
 def test_a_component_with_nothing_to_do_waits_for_the_one_before_it():
-    seen = {"waiting": 0, "generating": 3, "to_score": 0, "scoring": 0, "to_train": 0, "training": 0}
-    assert waits(graph(decision(1, **seen))) == [
+    assert waits(graph(decision(1, **EMPTY | {"requests__running": 3}))) == [
         Wait("inference", "channel/trajectories", "trajectories is empty until rollout is further"),
         Wait("training", "channel/scored", "scored is empty until inference is further")]
     # With everything generated and scored nobody waits for anybody: training is simply not done.
-    assert waits(graph(decision(1, **seen | {"generating": 0, "training": 1}))) == []
+    assert waits(graph(decision(1, **EMPTY | {"groups__training__in_work": 1}))) == []
 
 
 def test_nobody_is_said_to_wait_where_nothing_is_known():
     assert waits(graph()) == []
     later = ("iteration_started", {"iteration": 2, "version": 5, "samples": []})
-    assert waits(graph(decision(1, waiting=0, to_score=1), later)) == []
+    assert waits(graph(decision(1, requests__waiting=0, groups__inference__waiting=1), later)) == []
 
 
 def test_everybody_waits_for_weights_on_their_way():
@@ -79,7 +82,7 @@ def test_copies_of_the_weights_are_as_stale_as_their_oldest():
 
 
 def test_the_edges_of_channels_carry_what_the_last_decision_saw():
-    joined = edges(graph(decision(1, to_score=3, scoring=1)))
+    joined = edges(graph(decision(1, groups__inference__waiting=3, groups__inference__in_work=1)))
     found = {e.vertices[0]: e.attributes for e in joined if e.kind == "dataflow"}
     assert (found["channel/trajectories"]["waiting"], found["channel/trajectories"]["at_work"]) == (3, 1)
     assert found["channel/scored"]["waiting"] is None and found["channel/answers"]["affinity"] == "required"
