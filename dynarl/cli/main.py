@@ -16,6 +16,7 @@ COMMANDS = {
     "logs": ("dynarl.cli.logs:command", "Read the logs of controller, agents and workers."),
     "timeline": ("dynarl.cli.timeline:command", "Which node had which role when."),
     "graph": ("dynarl.cli.graph:command", "What runs where: the hypergraph of a run."),
+    "explain": ("dynarl.cli.explain:command", "Why nodes changed role, and what came of it."),
     "cancel": ("dynarl.cli.cancel:command", "End a run in good order."),
     "export": ("dynarl.cli.export:command", "The model of a run as a Hugging Face directory."),
     "import": ("dynarl.cli.import_cmd:command", "A Hugging Face directory as a checkpoint."),
