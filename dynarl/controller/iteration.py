@@ -373,9 +373,11 @@ class Iteration:
             for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
                                   (self.weights, {n: r for n, r in moves.items() if r != "training"})):
                 if part:
-                    self.tally.switches.append(
-                        await self._epochs.change(part, weights, reason, self._take_back, lambda: self.ledger.num_live)
-                    )
+                    outcome = await self._epochs.change(part, weights, reason, self._take_back, self._num_to_generate)
+                    self.tally.switches.append(outcome)
+                    if not outcome.committed:
+                        # One that is refused takes no time, and the next look would want the same.
+                        await asyncio.sleep(RETRY_PAUSE_S)
         except BaseException as error:
             self._error = error
             raise
@@ -391,6 +393,13 @@ class Iteration:
         if moves := {node: "training" for node in nodes if self._epochs.roles[node] != "training"}:
             self._leaving |= set(moves)
             await self._move(moves)
+
+    def _num_to_generate(self) -> int:
+        """Requests that need a rollout node. One that a node has finished while it left is not among them, though its
+        report is still on its way.
+        """
+        at_work = {node for node, role in self._epochs.roles.items() if role == "rollout"}
+        return self.ledger.num_waiting + sum(node in at_work for node in self.ledger.running.values())
 
     def _take_back(self, outcome: Outcome) -> None:
         for node, given_up in outcome.given_up.items():

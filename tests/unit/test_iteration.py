@@ -4,6 +4,7 @@ every sample of the step, once."""
 import asyncio
 from collections import Counter
 
+import msgspec
 import pytest
 from pretend_cluster import WEIGHTS, Cluster, VirtualTime
 
@@ -12,7 +13,23 @@ from dynarl.config.schema import Algorithm, Config, Policy, Rollout
 from dynarl.controller.epochs import Epochs, Outcome
 from dynarl.controller.iteration import Iteration
 from dynarl.hypergraph import journal
+from dynarl.hypergraph.check import check
 from dynarl.scheduler.policy import capabilities, start_roles
+
+
+def describe(log, home, may, policy):
+    """On record as a controller has it, so that moves are held against the rules."""
+    log.append("run_started", run="r", config={"policy": msgspec.to_builtins(policy)}, nodes=list(home))
+    for rank, (node, role) in enumerate(home.items()):
+        log.append("agent_up", node=node, rank=rank, home=role)
+        for each in may[node]:
+            log.append("worker_up", node=node, role=each, device=0)
+    log.append("step_launched", nodes=list(home))
+    log.append("epoch_committed", epoch=0, roles=home, moves=[])
+    start = start_roles(policy, home)
+    moves = [{"node": n, "source": home[n], "target": role} for n, role in start.items() if role != home[n]]
+    log.append("epoch_proposed", epoch=1, moves=moves)
+    log.append("epoch_committed", epoch=1, roles=start, moves=moves)
 
 
 def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_share=0.0, reaped=False, minibatches=1, groups=8, size=3,
@@ -22,9 +39,10 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
     may = capabilities(policy, home)
     cluster = Cluster(start_roles(policy, home), seed, chaos_share)
     log = journal.Journal(tmp_path / f"journal-{seed}-{chaos_share}.jsonl")
+    describe(log, home, may, policy)
 
     async def go():
-        epochs = Epochs(cluster, log, home, policy.vote_timeout_s)
+        epochs = Epochs(cluster, log, home, policy.vote_timeout_s, first_epoch=1)
         epochs.roles = start_roles(policy, home)
         config = Config(policy=policy, rollout=Rollout(max_running=8), algorithm=Algorithm(normalize_std=False))
         iteration = cluster.iteration = Iteration(
@@ -49,6 +67,8 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         assert all(cluster.agents[n].active == r for n, r in epochs.roles.items())
         assert iteration.ledger.done and not iteration.ledger.num_live and iteration._change is None
         cluster.switches = iteration.tally.switches
+        assert not [r for r in journal.read(log.path) if r["type"] == "epoch_refused"]
+        assert check(log.graph, iteration.ledger.num_live) == []
         for task in [*cluster.tasks]:
             task.cancel()
 
@@ -205,3 +225,21 @@ def test_a_late_failure_does_not_take_back_what_runs_again_since_the_worker_died
     iteration._requests_failed("n1", handed, iteration._lives["n1"])
     assert iteration.ledger.num_waiting == 1
     log.close()
+
+
+def test_a_move_that_is_refused_is_not_wanted_again_at_once(tmp_path):
+    policy, home = POLICIES["eager"][1], homes(2, 0, 1)
+    log = journal.Journal(tmp_path / "journal.jsonl")
+    describe(log, home, capabilities(policy, home), policy)
+    log.append("weights_staging", version=9)  # while they are on their way, nobody may move
+
+    async def go():
+        epochs = Epochs(Cluster(home, 0), log, home, 1.0)
+        iteration = Iteration(Config(policy=policy), Cluster(home, 0), epochs, WEIGHTS, capabilities(policy, home), set(), ["1:0:0"])
+        began = asyncio.get_running_loop().time()
+        await iteration._move({"n1": "training"})
+        assert asyncio.get_running_loop().time() - began >= 0.1 and epochs.roles == home
+        assert "on its way" in iteration.tally.switches[0].reason
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(go())

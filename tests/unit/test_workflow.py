@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 
 import pytest
 import yaml
@@ -43,6 +44,11 @@ def test_every_workflow_that_is_shipped_holds_together(name):
     assert declared.order.index("rollout") < declared.order.index("training")
     assert declared.state["optimizer"].owner == "training"
     assert set(declared.roles) <= set(declared.order) == set(declared.components)
+
+
+def test_programs_are_those_that_there_are_workers_for():
+    roles = Path(workflow.__file__).parents[1] / "roles"
+    assert sorted(path.parent.name for path in roles.glob("*/worker.py")) == sorted(workflow.PROGRAMS)
 
 
 def test_an_agentic_workflow_differs_from_grpo_by_its_tools_alone():
