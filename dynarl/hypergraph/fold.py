@@ -174,7 +174,8 @@ def _settle(graph: Graph, r: Record, state: str) -> Epoch:
 
 def _epoch_committed(graph: Graph, r: Record) -> None:
     moves = _moves(r)
-    # Without moves it announces the map that a step starts with; nothing was proposed or voted on.
+    # Without moves it announces the map that a step starts with, or that everybody goes home to after a fault; nothing
+    # was proposed or voted on.
     if moves:
         epoch = _settle(graph, r, "committed")
         epoch.moves, epoch.pause_ms, epoch.phases = moves, r.get("pause_ms"), dict(r.get("phases") or {})
@@ -203,7 +204,8 @@ def _check_moves(graph: Graph, moves: list[Move], roles: dict[str, str]) -> None
             _fault(graph, f"node {move.node} moved to {move.target}, but the new map says {roles.get(move.node)}")
         targets[move.node] = move.target
     for node, role in roles.items():
-        if node not in targets and graph.roles.get(node, role) != role:
+        goes_home = not moves and role == graph.homes.get(node)
+        if node not in targets and graph.roles.get(node, role) != role and not goes_home:
             _fault(graph, f"node {node} changed from {graph.roles[node]} to {role} without a move")
 
 

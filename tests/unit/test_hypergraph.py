@@ -154,6 +154,15 @@ def test_an_epoch_without_moves_announces_the_map():
     assert (check(graph), graph.committed) == ([], [])
 
 
+def test_after_a_fault_everybody_may_go_home_without_moves():
+    away = change(1, {"a": "training", "b": "training"}, a=("rollout", "training"))
+    home = ("epoch_committed", {"epoch": 1, "roles": {"a": "rollout", "b": "training"}, "moves": []})
+    graph = fold(records(*job(), *away, home))
+    assert (check(graph), graph.roles["a"]) == ([], "rollout")
+    elsewhere = ("epoch_committed", {"epoch": 1, "roles": {"a": "inference", "b": "training"}, "moves": []})
+    assert "without a move" in check(fold(records(*job(), *away, elsewhere)))[0]
+
+
 def test_unknown_events_and_fields_are_ignored():
     graph = fold(
         records(
