@@ -1,4 +1,4 @@
-"""`dynarl explain`: why nodes changed role, what was weighed before, what came of it, and how the run got over faults."""
+"""`dynarl explain`: why nodes changed role, what was weighed, what came of it, and how the run got over faults."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def _seen(seen: dict[str, Any]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, value in seen.items():
         group, _, last = name.rpartition("/")
-        groups.setdefault(group, []).append(f"{last} {value:g}" if isinstance(value, (int, float)) else f"{last} {value}")
+        shown = f"{value:g}" if isinstance(value, (int, float)) else str(value)
+        groups.setdefault(group, []).append(f"{last} {shown}")
     return [f"{group}: {', '.join(parts)}" if group else ", ".join(parts) for group, parts in groups.items()]
 
 

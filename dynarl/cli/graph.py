@@ -118,7 +118,8 @@ def _print(run: str, graph: Graph) -> None:
             row = (name, *ends, words.flow(a), a["affinity"])
         elif edge.kind == "residency":
             version = "-" if a["version"] is None else str(a["version"])
-            row = (name, version + (f" ({a['behind']} behind)" if a["behind"] else ""), words.nodes_of(edge.vertices[1:]))
+            version += f" ({a['behind']} behind)" if a["behind"] else ""
+            row = (name, version, words.nodes_of(edge.vertices[1:]))
         else:
             row = (name, words.nodes_of(edge.vertices[1:]), a["carries"])
         tables[edge.kind].add_row(*row)

@@ -62,7 +62,9 @@ def _move(graph: Graph, move: Move) -> Iterator[str]:
         return
     yield from _workers(graph, node, target)
     program, home = workflow.components[target].program, graph.homes[node]
-    if program == "training" and home != target and graph.devices_per_node < graph.replica_size:
+    # Those that join the trainer itself are part of its next layout, whatever replicas that has.
+    lent = home != target and graph.next_layout is None
+    if program == "training" and lent and graph.devices_per_node < graph.replica_size:
         yield (
             f"{node} has {graph.devices_per_node} devices, a replica of the trainer needs {graph.replica_size} "
             f"({graph.layout}): it cannot lend gradients"

@@ -58,7 +58,7 @@ def _run_started(graph: Graph, r: Record) -> None:
     graph.planned_iterations = r.get("iterations")
     graph.started_t = graph.started_t or r["t"]
     graph.ended, graph.ready = None, False
-    graph.decision = graph.in_transit = None
+    graph.decision = graph.in_transit = graph.next_layout = None
     graph.must_rewind = graph.attempt > 0
     graph.attempt = r.get("attempt") or graph.attempt + 1
     if (name := graph.setting("algorithm", "workflow", workflow.DEFAULT)) not in workflow.names():
@@ -70,7 +70,7 @@ def _step_launched(graph: Graph, r: Record) -> None:
     graph.step_nodes = list(r.get("nodes") or graph.homes)
     _leave_roles(graph, r["t"], [node for node in graph.roles if node not in graph.step_nodes])
     graph.epoch, graph.ready = 0, False
-    graph.staged, graph.in_transit = {}, None
+    graph.staged, graph.in_transit, graph.next_layout = {}, None, None
 
 
 def _leave_roles(graph: Graph, t: float, nodes: list[str]) -> None:
@@ -93,7 +93,7 @@ def _run_ended(graph: Graph, r: Record) -> None:
 
 def _resumed(graph: Graph, r: Record) -> None:
     _rewind(graph, r["iteration"])
-    graph.decision = graph.in_transit = None
+    graph.decision = graph.in_transit = graph.next_layout = None
     graph.resumes.append({"t": r["t"], "iteration": r["iteration"], "checkpoint": r.get("checkpoint")})
 
 
@@ -174,15 +174,16 @@ def _settle(graph: Graph, r: Record, state: str) -> Epoch:
 
 def _epoch_committed(graph: Graph, r: Record) -> None:
     moves = _moves(r)
-    # Without moves it announces the map that a step starts with, or that everybody goes home to after a fault; nothing
-    # was proposed or voted on.
-    if moves:
+    # Without moves everybody is at home, at the start of a step and after a fault; nothing was proposed or voted on.
+    if not moves:
+        graph.homes |= r["roles"]
+    else:
         epoch = _settle(graph, r, "committed")
         epoch.moves, epoch.pause_ms, epoch.phases = moves, r.get("pause_ms"), dict(r.get("phases") or {})
         if epoch.number <= graph.epoch:
             _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
+        _check_moves(graph, moves, r["roles"])
     graph.ready, graph.ready_t = True, graph.ready_t or r["t"]
-    _check_moves(graph, moves, r["roles"])
     if r.get("live_requests") and "rollout" not in r["roles"].values():
         _fault(graph, f"epoch {r['epoch']} took the last rollout node while {r['live_requests']} requests were live")
     graph.epoch = r["epoch"]
@@ -204,8 +205,7 @@ def _check_moves(graph: Graph, moves: list[Move], roles: dict[str, str]) -> None
             _fault(graph, f"node {move.node} moved to {move.target}, but the new map says {roles.get(move.node)}")
         targets[move.node] = move.target
     for node, role in roles.items():
-        goes_home = not moves and role == graph.homes.get(node)
-        if node not in targets and graph.roles.get(node, role) != role and not goes_home:
+        if node not in targets and graph.roles.get(node, role) != role:
             _fault(graph, f"node {node} changed from {graph.roles[node]} to {role} without a move")
 
 
@@ -281,6 +281,7 @@ def _decision(graph: Graph, r: Record) -> None:
 
 def _layout_committed(graph: Graph, r: Record) -> None:
     graph.homes.update(r.get("home") or {})
+    graph.next_layout = None
     graph.recuts.append(
         Recut(
             r["iteration"], r["layout"], "committed", r["t"],
@@ -289,7 +290,12 @@ def _layout_committed(graph: Graph, r: Record) -> None:
     )
 
 
+def _layout_proposed(graph: Graph, r: Record) -> None:
+    graph.next_layout = r["layout"]
+
+
 def _layout_cancelled(graph: Graph, r: Record) -> None:
+    graph.next_layout = None
     graph.recuts.append(Recut(r["iteration"], r["layout"], "cancelled", r["t"], reason=r.get("reason")))
 
 
@@ -312,11 +318,12 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "weights_staging": _weights_staging,
     "weights_staged": _weights_staged,
     "decision": _decision,
+    "layout_proposed": _layout_proposed,
     "layout_committed": _layout_committed,
     "layout_cancelled": _layout_cancelled,
     # For the story of the run only: `dynarl explain` tells it.
     **dict.fromkeys(
-        ("decision_outcome", "epoch_refused", "worker_rebooted", "layout_proposed", "checkpoint_failed"),
+        ("decision_outcome", "epoch_refused", "worker_rebooted", "checkpoint_failed"),
         lambda graph, r: None,
     ),
 }

@@ -86,8 +86,8 @@ class Graph:
     nodes: of the allocation; step_nodes: those of the running step; homes, roles, ranks: home, active role and MPI rank
     of each node whose agent is up; ready: the step has loaded its models; ready_t: when the first step had; spans: for
     each node the (time, role) of every change, role None while it has none; staged: newest version of the weights on
-    each node; in_transit: the version that is on its way to them; decision: the last one of the scheduler; faults:
-    rules found broken by the records.
+    each node; in_transit: the version that is on its way to them; next_layout: that the trainer is changing to;
+    decision: the last one of the scheduler; faults: rules found broken by the records.
     """
 
     version: int = 0
@@ -123,6 +123,7 @@ class Graph:
     must_rewind: bool = False
     staged: dict[str, int] = field(default_factory=dict)
     in_transit: int | None = None
+    next_layout: str | None = None
     decision: dict[str, Any] | None = None
 
     faults: list[str] = field(default_factory=list)
@@ -151,7 +152,7 @@ class Graph:
     @property
     def replica_size(self) -> int:
         """Devices that train one lease together: tp x pp, times ep where experts are spread over replicas."""
-        return math.prod(int(size) for size in re.findall(r"=\s*(\d+)", self.layout))
+        return math.prod(int(size) for size in re.findall(r"\b[tpe]p\s*=\s*(\d+)", self.layout))
 
     @property
     def devices_per_node(self) -> int:

@@ -1,8 +1,8 @@
 """Why who did what: decisions, changes of roles and of layout, and recoveries of a run, with what came of each.
 
 `entries` reads the journal once. A decision of the scheduler (record `decision`) is joined with the epochs that carried
-it out and with how its forecast did (`decision_outcome`). A change of roles that no decision asked for, as all are under
-the policies without a forecast, is an entry of its own and has the reason that its epoch gives.
+it out and with how its forecast did (`decision_outcome`). A change of roles that no decision asked for, as all are
+under the policies without a forecast, is an entry of its own and has the reason that its epoch gives.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ STAY = "stay"
 
 @dataclass(eq=False)
 class Entry:
-    """One line of the story. kind: decision, roles, layout or recovery; label: `7` for decision 7, `e103` for epoch 103,
-    empty for what has no number; t: unix seconds; at_s: since the run started; record: what it is made from; epochs:
+    """One line of the story. kind: decision, roles, layout or recovery; label: `7` for decision 7, `e103` for epoch
+    103, empty for what has no number; t: unix seconds; at_s: since the run started; record: what it is made from; epochs:
     that carried it out, each with its `state` and what it took; came: what came of it where no epoch says so."""
 
     kind: str

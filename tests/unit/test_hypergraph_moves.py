@@ -105,6 +105,15 @@ def test_a_worker_that_is_back_may_be_used():
     assert check_proposal(graph(died, *workers(r1=("training",))), [Move("r1", "rollout", "training")]) == []
 
 
+def test_nodes_that_join_the_trainer_itself_need_not_hold_a_replica():
+    proposed = ("layout_proposed", {"iteration": 2, "layout": "tp=1,pp=2,nodes=2"})
+    move = [Move("r1", "rollout", "training")]
+    assert check_proposal(graph(proposed, training={"pp": 2}), move) == []
+    for ended in ("layout_cancelled", "layout_committed"):
+        after = graph(proposed, (ended, {"iteration": 2, "layout": "tp=1,pp=2"}), training={"pp": 2})
+        assert "cannot lend gradients" in check_proposal(after, move)[0]
+
+
 def test_nodes_whose_replica_fits_lend_also_where_others_span_nodes():
     two = workers(r1=("training",)) + [("worker_up", {"node": "r1", "role": "training", "device": 1})]
     config = {"cluster": {"devices_per_node": 2}, "training": {"pp": 2}}
