@@ -21,9 +21,12 @@ STAY = "stay"
 
 @dataclass(eq=False)
 class Entry:
-    """One line of the story. kind: decision, roles, layout or recovery; label: `7` for decision 7, `e103` for epoch
-    103, empty for what has no number; t: unix seconds; at_s: since the run started; record: what it is made from; epochs:
-    that carried it out, each with its `state` and what it took; came: what came of it where no epoch says so."""
+    """One line of the story.
+
+    kind: decision, roles, layout or recovery; label: `7` for decision 7, `e103` for epoch 103, empty for what has no
+    number; t: unix seconds; at_s: since the run started; record: what it is made from; epochs: that carried it out, each
+    with its `state` and what it took; came: what came of it where no epoch says so.
+    """
 
     kind: str
     label: str
