@@ -103,6 +103,8 @@ def residency(graph: Graph, name: str) -> Edge:
 
 def _communicators(graph: Graph) -> list[Edge]:
     groups: list[tuple[str, str, list[str]]] = []
+    if graph.ended is not None:
+        return []
     if graph.ready:
         groups.append(("world", "votes and model state", graph.step_nodes))
     for name, component in graph.workflow.components.items():

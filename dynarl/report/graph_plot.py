@@ -153,7 +153,7 @@ def _component(axes: Any, graph: Graph, name: str, box: _Box) -> None:
     axes.text(left, top, name, fontsize=12, weight="bold", color=colour if nodes else FAINT, va="top")
     axes.text(left, top - 0.27, layout(placement(graph, name)), fontsize=8, color=FAINT, va="top")
     _tiles(axes, graph, name, nodes, left, top - 0.5, box.width - 0.28)
-    text, late = states(graph, name) if nodes else ("", False)
+    text, late = states(graph, name)
     axes.text(left, box.y - box.height / 2 + 0.1, text, fontsize=8, color=CANCELLED_COLOUR if late else INK)
 
 

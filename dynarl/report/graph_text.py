@@ -7,7 +7,6 @@ from typing import Any
 from dynarl.hypergraph.edges import Edge, residency
 from dynarl.hypergraph.graph import Graph
 from dynarl.hypergraph.queries import critical_path, free_pool, waits
-from dynarl.report.units import duration
 from dynarl.slurm import hostlist
 
 
@@ -39,7 +38,7 @@ def flow(attributes: dict[str, Any]) -> str:
 def states(graph: Graph, component: str) -> tuple[str, bool]:
     """State that a component's nodes hold, with versions; and whether a copy is older than the owners' own."""
     found, late = [], False
-    for name, state in graph.workflow.state.items():
+    for name, state in graph.workflow.state.items() if graph.with_role(component) else ():
         if component == state.owner or component in state.held_by:
             attributes = residency(graph, name).attributes
             version = "" if attributes["version"] is None else f" v{attributes['version']}"
@@ -66,7 +65,7 @@ def path_of(graph: Graph) -> list[str]:
     if not path:
         return []
     number = next(n for n, each in reversed(graph.iterations.items()) if each.num_steps)
-    parts = ", ".join(f"{stage.component} {duration(stage.alone_s)}" for stage in path)
+    parts = ", ".join(f"{each.component} {each.alone_s:.2f} s" for each in path)
     return [f"iteration {number} waited for {parts}"]
 
 
