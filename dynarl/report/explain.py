@@ -210,7 +210,7 @@ class _Story:
             self._died(r, "died", r.get("status"))
 
     def on_worker_rebooted(self, r: Record) -> None:
-        self._died(r, "was started again", r.get("reason"))
+        self._died(r, "was ended by its agent", r.get("reason"))
 
     def on_worker_up(self, r: Record) -> None:
         if entry := self._deaths.pop((r["node"], r["role"], r["device"]), None):

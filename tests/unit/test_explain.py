@@ -150,7 +150,7 @@ def test_recoveries_explain_themselves():
               ("step_launched", {"nodes": ["a", "b"]}), ("step_launched", {"nodes": ["b"]}),
               ("checkpoint_failed", {"reason": "disk full"})]
     assert [(e.what, e.reason, e.came) for e in told(*events)] == [
-        ("rollout worker 0 on a was started again", "no token for 30 s", "a new one is up after 2.0s"),
+        ("rollout worker 0 on a was ended by its agent", "no token for 30 s", "a new one is up after 2.0s"),
         ("the trainer went back to the beginning", "", "goes on with iteration 1"),
         ("start 2 of the controller", "", ""),
         ("the step was started again on b", "", ""),
