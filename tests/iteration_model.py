@@ -102,7 +102,7 @@ class Model:
         running = {node: len(self.ledger.running_on(node)) for node in nodes}
         for node in sorted(nodes, key=lambda n: running[n]):
             share = -(-(self.ledger.num_waiting + sum(running.values())) // len(nodes))
-            running[node] += len(self.ledger.dispatch(node, max(0, share - running[node])))
+            running[node] += len(self.ledger.dispatch(node, self.ledger.waiting(max(0, share - running[node]))))
         for role, state, ticks in (("inference", "generated", self.work.score_ticks), ("training", "scored", self.work.train_ticks)):
             for group in self.ledger.in_state(state):
                 node = min(self._at_work(role), key=lambda n: len(self.queues[n]), default=None)

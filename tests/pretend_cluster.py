@@ -50,6 +50,7 @@ class Node:
         self.dead: set[str] = set()
         self.lives: Counter[str] = Counter()
         self.requests: dict[str, list[int]] = {}
+        self.made, self.slowness = 0, 1.0  # tokens since the start; time that one takes, to others
         self.held: dict[str, int] = {}  # sample -> tokens in the store
         self.work: dict[str, list[dict]] = defaultdict(list)
         self.buffer: Counter[str] = Counter()
@@ -68,6 +69,7 @@ class Cluster:
         self.iteration: Iteration | None = None
         self.chaos_share, self.longest = chaos_share, longest
         self.faults: Counter[str] = Counter()
+        self.relocated: Counter[str] = Counter()  # requests given up for another node, without a change of roles
         self.tasks: set[asyncio.Task] = set()
 
     def chaos(self, kind: str) -> bool:
@@ -126,15 +128,25 @@ class Cluster:
 
     async def decode(self, node: Node, sample: str, request: list[int]) -> None:
         while request[0] < self.lengths(sample):
-            await self.pause()
+            await self.pause(node.slowness)
             if node.requests.get(sample) is not request:
                 return
             request[0] += 1
+            node.made += 1
         del node.requests[sample]
         await self.pause(20)  # the verifier
         node.held[sample] = request[0]
         self.iteration.event_finished(node.name, sample=sample, reward=float(wire.prompt_of(sample) % 2), correct=True, timed_out=False,
                                       tokens=request[0], prompt_tokens=2, finish="stop", version=WEIGHTS.version)
+
+    async def report(self, every_s: float = 5 * TICK_S) -> None:
+        """What rollout workers say of their load."""
+        while True:
+            await asyncio.sleep(every_s)
+            for node in self.agents.values():
+                self.iteration.requests.router.figures(
+                    node.name, asyncio.get_running_loop().time(), worker=f"{node.name}-rollout-0", tokens=node.made,
+                    running=len(node.requests))
 
     def lengths(self, sample: str) -> int:
         return 1 + random.Random(sample).randrange(self.longest)
@@ -195,6 +207,19 @@ class Cluster:
             tokens = self.agents[request["holder"]].held[request["sample"]] if request["holder"] else 0
             node.requests[request["sample"]] = [tokens]
             self.spawn(self.decode(node, request["sample"], node.requests[request["sample"]]))
+
+    async def on_abort(self, node, samples):
+        if "rollout" not in node.dead and self.chaos("a worker dies as it gives up requests"):
+            self.kill(node, "rollout")
+            raise PeerGone(f"rollout of {node.name} died")
+        given_up = []
+        for sample in set(samples) & node.requests.keys():
+            [tokens] = node.requests.pop(sample)
+            if tokens:
+                node.held[sample] = tokens
+            given_up.append({"sample": sample, "tokens": tokens})
+        self.relocated.update(partial["sample"] for partial in given_up)
+        return given_up
 
     async def hand_out(self, node, role, lease, samples):
         await self.passing(node, role, [(s["sample"], s["holder"]) for s in samples])

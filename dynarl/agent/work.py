@@ -15,6 +15,7 @@ from dynarl import keys, wire
 from dynarl.agent.gate import Gate
 from dynarl.agent.supervisor import WorkerProcess
 from dynarl.agent.verifier import Verifier
+from dynarl.dataflow import routing
 from dynarl.dataflow.store import Store
 from dynarl.rpc import Link
 from dynarl.wire import Trajectory
@@ -33,6 +34,7 @@ class Work:
         self.store = Store()
         self.verifier: Verifier | None = None
         self.requests: dict[str, dict[str, Any]] = {}  # sample -> {"worker", "split", "prompt"}, while a rollout worker has it
+        self._homes: dict[str, str] = {}  # sample -> the worker that had it last
         self._leases: dict[int, dict] = {}  # lease -> {"leader", "workers", "left", "found"}
         self._environment_open: dict[str, Any] = {}
         self._peers: dict[str, Link] = {}
@@ -149,16 +151,13 @@ class Work:
         prompts = await self.verifier.prompts(split, [wire.prompt_of(r["sample"]) for r in requests])
         partial = await self._gather([(r["sample"], r["holder"]) for r in requests if r["holder"]], holders)
         self._agent.check_same(workers)
-        load: dict[str, int] = defaultdict(int)
-        for request in self.requests.values():
-            load[request["worker"]] += 1
+        places = self._places(names, [r["sample"] for r in requests])
         batches: dict[str, list[dict]] = defaultdict(list)
         for request in requests:
             sample = request["sample"]
             if so_far := partial.get(sample):
                 self.store.put(so_far)  # what is sampled from here on is added to it
-            name = min(names, key=lambda n: load[n])
-            load[name] += 1
+            name = self._homes[sample] = places[sample]
             self.requests[sample] = {"worker": name, "split": split, "prompt": prompts[wire.prompt_of(sample)]}
             batches[name].append({
                 "sample": sample, "prompt": prompts[wire.prompt_of(sample)],
@@ -173,14 +172,30 @@ class Work:
             if request is not None and request["worker"] == worker:
                 self.store.extend(prompt=request["prompt"], **part)
 
-    async def on_abort(self, peer: str, limit_s: float | None = None) -> list[dict]:
-        """Stop generating. Returns [{sample, tokens}] of what was given up; their tokens are in the store here.
+    def _places(self, names: list[str], samples: list[str]) -> dict[str, str]:
+        """Sample -> worker: even numbers, groups whole where they can be, and what was here before where it was."""
+        running: dict[str, list[routing.Request]] = {name: [] for name in names}
+        for sample, held in self.requests.items():
+            if held["worker"] in running:
+                running[held["worker"]].append(routing.Request(sample, wire.group_of(sample), 0, 1))
+        most = len(samples) + len(self.requests)  # how many a node gets is decided by the controller
+        assigned = routing.route(
+            (routing.Request(s, wire.group_of(s), 0, 1, self._homes.get(s), "preferred") for s in samples),
+            (routing.Instance(name, most, mine) for name, mine in running.items()),
+        ).assigned
+        return {sample: name for name, mine in assigned.items() for sample in mine}
+
+    async def on_abort(
+        self, peer: str, samples: list[str] | None = None, limit_s: float | None = None
+    ) -> list[dict]:
+        """Stop generating (None: everything). Returns [{sample, tokens}] of what was given up; their tokens are in the
+        store here.
 
         Requests that finished before are not among them: they are reported by their own events. A worker that has not
         answered in time is ended.
         """
         answers = await asyncio.gather(
-            *(self._agent.call_or_end(name, "abort", limit_s, samples=None) for name in self._agent.of_role("rollout"))
+            *(self._agent.call_or_end(name, "abort", limit_s, samples=samples) for name in self._agent.of_role("rollout"))
         )
         given_up = []
         for partial in (p for answer in answers for p in answer):
@@ -311,6 +326,7 @@ class Work:
     async def on_forget(self, peer: str, iteration: int) -> None:
         """Trajectories up to this iteration are trained; drop them."""
         self.store.forget(iteration)
+        self._homes.clear()
         if self.verifier is not None:
             self.verifier.forget_prompts()
 

@@ -96,6 +96,9 @@ class Policy(Section):
     lend_owners: Annotated[
         bool, doc("training and inference nodes also generate while they have nothing else to do")
     ] = False
+    rebalance: Annotated[
+        bool, doc("requests move from an overloaded rollout node to an idle one when that pays; no node changes role by it")
+    ] = True
     dwell_s: Annotated[NonNegative, doc("least time between two moves")] = 0.3
     vote_timeout_s: Annotated[NonNegative, doc("a move not agreed on by then is cancelled")] = 10.0
 
@@ -138,8 +141,15 @@ class Algorithm(Section):
     prompts_per_step: Annotated[Positive, doc("prompts (groups) per iteration")] = 32
     group_size: Annotated[Annotated[int, Meta(ge=2)], doc("samples per prompt")] = 8
     minibatches: Annotated[
-        Positive, doc("optimizer steps per iteration, with fixed membership; 1: every group counts in one step")
+        Positive, doc("optimizer steps per iteration; 1: every group counts in one step")
     ] = 1
+    membership: Annotated[
+        Literal["fixed", "completion"],
+        doc(
+            "which groups a minibatch has. fixed: by prompt, so it waits for its slowest group. completion: the first that "
+            "are complete, so the first minibatches have the short answers and later ones the long"
+        ),
+    ] = "fixed"
     max_prompt_tokens: Annotated[Positive, doc("longest prompt")] = 64
     max_response_tokens: Annotated[Positive, doc("longest answer; one that reaches it is cut")] = 256
     temperature: Annotated[float, Meta(gt=0.0), doc("of sampling while training")] = 1.0

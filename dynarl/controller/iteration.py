@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Iterable
 
@@ -19,6 +19,8 @@ from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Epochs, Outcome, Weights
 from dynarl.controller.fleet import Fleet
 from dynarl.controller.replicas import Replica, inside_nodes
+from dynarl.controller.requests import Requests
+from dynarl.controller.router import Router
 from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.rl.advantages import group_advantages, is_flat
 from dynarl.rl.truncation import judge
@@ -63,27 +65,31 @@ class Iteration:
     """Runs samples until each is trained (or, with `train=False`, only generated).
 
     may: roles each node can take; weights: the version that everything here is on; down: {(node, role)} without
-    workers; replicas: role -> copies of its model (by default one per `training.tp` devices of each node).
+    workers; replicas: role -> copies of its model (by default one per `training.tp` devices of each node); router: what
+    the job has learned of its requests.
     """
 
     def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
                  down: set[tuple[str, str]], samples: list[str], *, split: str = "train", temperature: float = 1.0,
                  train: bool = True, scored_by_inference: bool = True, policy: Policy | None = None,
-                 replicas: dict[str, list[Replica]] | None = None):
+                 replicas: dict[str, list[Replica]] | None = None, router: Router | None = None):
         self._config, self._fleet, self._epochs, self.weights = config, fleet, epochs, weights
-        self._may, self._down, self._split, self._temperature, self._train = may, down, split, temperature, train
+        self._may, self._down, self._train = may, down, train
         self._policy = policy or config.policy
         self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
+        self.requests = Requests(
+            config, fleet, self.ledger, router or Router(config), split, temperature, self._at_work, self._spawn
+        )
         self._needs_scoring = scored_by_inference
         self.tally = Tally()
         self.training_weights = weights
         self._leaving: set[str] = set()
-        self._lives: Counter[str] = Counter()  # rollout workers that each node has lost
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._error: BaseException | None = None
         self._change: asyncio.Task | None = None
         self._last_change = 0.0
+        self._completed: list[Group] = []  # in the order in which they became complete
         self._replicas = replicas or {
             role: inside_nodes(may, config.cluster.devices_per_node, config.training.tp)
             for role in ("inference", "training")
@@ -100,17 +106,32 @@ class Iteration:
 
     async def generate(self) -> None:
         """Until every answer is finished."""
-        await self._until(lambda: all(g.state != "generating" for g in self.ledger.groups.values()), [])
+        await self._until(lambda: all(g.state != "generating" for g in self.ledger.groups.values()), lambda: [])
 
-    async def accumulate(self, groups: list[Group]) -> None:
-        """Until the gradients of these groups are in the trainers' buffers."""
-        await self._until(lambda: all(g.state in ("accumulated", "trained") for g in groups), groups)
+    def batch(self, index: int) -> list[Group]:
+        """Groups of a minibatch, by algorithm.membership; some may not be known before they are complete."""
+        algorithm = self._config.algorithm
+        groups = list(self.ledger.groups.values())
+        size = len(groups) // algorithm.minibatches
+        return (self._completed if algorithm.membership == "completion" else groups)[index * size:(index + 1) * size]
 
-    async def _until(self, reached: Callable[[], bool], to_train: list[Group]) -> None:
+    async def accumulate(self, index: int) -> list[Group]:
+        """Until the gradients of a minibatch are in the trainers' buffers. Returns its groups."""
+        size = len(self.ledger.groups) // self._config.algorithm.minibatches
+
+        def reached() -> bool:
+            batch = self.batch(index)
+            return len(batch) == size and all(g.state in ("accumulated", "trained") for g in batch)
+
+        await self._until(reached, lambda: self.batch(index))
+        return self.batch(index)
+
+    async def _until(self, reached: Callable[[], bool], batch: Callable[[], list[Group]]) -> None:
         try:
             while not (reached() and self._change is None):
                 if self._error is not None:
                     raise self._error
+                to_train = batch()
                 self._hand_out(to_train)
                 self._consider(to_train)
                 self._changed.clear()
@@ -165,47 +186,12 @@ class Iteration:
     # --- handing out
 
     def _hand_out(self, to_train: list[Group]) -> None:
-        self._hand_out_requests()
+        self.requests.hand_out(rebalance=self._policy.rebalance and self._change is None)
         if self._needs_scoring and self._train:
             self._hand_out_groups("inference", "score", self.ledger.in_state("generated"))
         if self._train:
             wanted = {g.name for g in to_train}
             self._hand_out_groups("training", "train", [g for g in self.ledger.in_state("scored") if g.name in wanted])
-
-    def _hand_out_requests(self) -> None:
-        nodes = self._at_work("rollout")
-        capacity = self._config.rollout.max_running * self._config.cluster.devices_per_node
-        running = {node: len(self.ledger.running_on(node)) for node in nodes}
-        for node in sorted(nodes, key=lambda n: running[n]):
-            if not self.ledger.num_waiting:
-                return
-            # Even shares first, so that a few requests do not all go to one node.
-            share = -(-(self.ledger.num_waiting + sum(running.values())) // len(nodes))
-            handed = self.ledger.dispatch(node, max(0, min(capacity, max(share, 1)) - running[node]))
-            if handed:
-                running[node] += len(handed)
-                lives = self._lives[node]
-                self._spawn(self._generate(node, handed),
-                            lambda node=node, handed=handed, lives=lives: self._requests_failed(node, handed, lives))
-
-    async def _generate(self, node: str, handed: list[tuple[str, str | None]]) -> None:
-        holders = {holder for _, holder in handed if holder}
-        addresses = self._addresses()
-        await self._fleet.call(
-            node,
-            "generate",
-            requests=[{"sample": s, "holder": h} for s, h in handed],
-            split=self._split,
-            temperature=self._temperature,
-            seed=self._config.run.seed,
-            max_response_tokens=self._config.algorithm.max_response_tokens,
-            holders={h: addresses[h] for h in holders},
-        )
-
-    def _requests_failed(self, node: str, handed: list[tuple[str, str | None]], lives: int) -> None:
-        # When the worker has died since, they were offered again then, and may be running there a second time.
-        for sample, holder in handed if lives == self._lives[node] else ():
-            self.ledger.returned(sample, node, holder=holder)
 
     def _hand_out_groups(self, role: str, method: str, groups: list[Group]) -> None:
         at_work = set(self._at_work(role))
@@ -260,7 +246,9 @@ class Iteration:
         self.tally.correct += correct
         self.tally.timed_out += timed_out
         self.tally.prompt_tokens += prompt_tokens
+        self.requests.router.finished(sample, tokens, prompt_tokens)
         if full is not None:
+            self._completed.append(full)
             self._settle(full)
         if not self.ledger.num_live:
             self.tally.generated_at = time.monotonic()
@@ -324,7 +312,7 @@ class Iteration:
         if role == "environment":
             return
         self.ledger.worker_lost(node, role, held)
-        self._lives[node] += role == "rollout"
+        self.requests.lives[node] += role == "rollout"
         self._at = {lease: where for lease, where in self._at.items()
                     if node not in where[1].nodes or self._is_held(lease)}
         self._wake()
@@ -404,7 +392,7 @@ class Iteration:
     def _take_back(self, outcome: Outcome) -> None:
         for node, given_up in outcome.given_up.items():
             for partial in given_up:
-                self.ledger.returned(partial["sample"], node, holder=node if partial["tokens"] else None)
+                self.requests.returned(node, partial)
         for leases in outcome.unstarted.values():
             for lease in leases:
                 self._lease_back(lease)

@@ -27,6 +27,7 @@ from dynarl.controller.iteration import Iteration
 from dynarl.controller.nodes import all_homes
 from dynarl.controller.recut import Recut
 from dynarl.controller.replicas import inside_nodes
+from dynarl.controller.router import Router
 from dynarl.controller.staging import Staging
 from dynarl.controller.training import Trainer
 from dynarl.controller.transitions import Transitions
@@ -78,6 +79,7 @@ class Job:
         self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self.workers = Workers(self)
         self.staging, self.checkpoints, self._recut = Staging(self), Checkpoints(self), Recut(self)
+        self.router = Router(config)
         self.last_event = self.step_started = time.monotonic()
 
     # --- start
@@ -229,7 +231,7 @@ class Job:
         }
         return Iteration(
             self.config, self.fleet, self.epochs, self.weights, self.offers, self.workers.down, samples,
-            replicas=replicas, **options
+            replicas=replicas, router=self.router, **options
         )
 
     async def iterate(self, number: int, *, samples: list[str] | None = None) -> None:
@@ -240,14 +242,11 @@ class Job:
         await self.enter(start_roles(self.config.policy, self.home), f"iteration {number} begins")
         self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
         self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
-        groups = list(run.ledger.groups.values())
-        size = len(groups) // algorithm.minibatches
         away = self.away()
         stepped = []
         for index in range(algorithm.minibatches):
-            batch = groups[index * size:(index + 1) * size]
             await self.trainer.begin(self.progress.step + 1, "grpo", away)
-            await run.accumulate(batch)
+            batch = await run.accumulate(index)
             stepped.append(await self._step(number, run, batch))
             if index + 1 < algorithm.minibatches:
                 # Inference still scores with the weights that generated.
@@ -362,8 +361,10 @@ class Job:
     def event_worker_died(self, node: str, **death: Any) -> None:
         self.workers.died(node, **death)
 
-    def event_figures(self, node: str, **data: Any) -> None:
+    def event_figures(self, node: str, *, worker: str, tokens: int, running: int, kv_total_tokens: int, **_: Any) -> None:
         self.last_event = time.monotonic()
+        self.router.figures(node, asyncio.get_running_loop().time(), worker=worker, tokens=tokens, running=running,
+                            kv_total_tokens=kv_total_tokens)
 
     async def fault(self) -> None:
         """Raises the first fault that ends the body."""

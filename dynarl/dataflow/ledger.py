@@ -21,7 +21,6 @@ Pure: no clock, no sockets. The controller tells it what happened and asks what 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Iterable, Sequence
 
@@ -60,7 +59,8 @@ class Ledger:
         if len(set(samples)) != len(samples):
             raise ValueError("a sample id occurs twice")
         self._scored_by_inference = scored_by_inference
-        self._waiting: deque[str] = deque(samples)
+        self._returned: dict[str, None] = {}  # ordered; given back, so they go first
+        self._fresh: dict[str, None] = dict.fromkeys(samples)
         self.running: dict[str, str] = {}
         self.partial: dict[str, str] = {}
 
@@ -68,21 +68,28 @@ class Ledger:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._returned) + len(self._fresh)
 
     @property
     def num_live(self) -> int:
         """Requests that are not finished."""
-        return len(self._waiting) + len(self.running)
+        return self.num_waiting + len(self.running)
+
+    def waiting(self, most: int | None = None) -> list[str]:
+        """The first `most` requests that nobody has: those that were given back, then the others in order."""
+        return list(itertools.islice(itertools.chain(self._returned, self._fresh), most))
 
     def running_on(self, node: str) -> list[str]:
         return [sample for sample, where in self.running.items() if where == node]
 
-    def dispatch(self, node: str, count: int) -> list[tuple[str, str | None]]:
-        """Hand out up to `count` requests to `node`: (sample, node that holds its partial answer or None)."""
+    def dispatch(self, node: str, samples: Iterable[str]) -> list[tuple[str, str | None]]:
+        """Hand these waiting requests to `node`. Returns (sample, node that holds its partial answer or None) of each.
+
+        Raises KeyError, naming the sample, for one that does not wait; those before it have been handed out.
+        """
         handed = []
-        while self._waiting and len(handed) < count:
-            sample = self._waiting.popleft()
+        for sample in samples:
+            del (self._returned if sample in self._returned else self._fresh)[sample]
             self.running[sample] = node
             handed.append((sample, self.partial.get(sample)))
         return handed
@@ -99,7 +106,7 @@ class Ledger:
             self.partial.pop(sample, None)
         else:
             self.partial[sample] = holder
-        self._waiting.appendleft(sample)
+        self._returned[sample] = None
         return True
 
     def finished(self, sample: str, node: str, *, reward: float, tokens: int, finish: str) -> Group | None:

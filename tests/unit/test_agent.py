@@ -234,6 +234,45 @@ def test_prompts_are_written_in_the_vocabulary_that_the_job_names(tmp_path):
     at_desk(tmp_path, scenario)
 
 
+async def submitted(desk: Desk) -> dict[int, list[str]]:
+    """Samples that each rollout worker was given since the last call, by device."""
+    before, desk.seen = getattr(desk, "seen", {}), {d: await desk.calls("rollout", "submit", d) for d in (0, 1)}
+    return {d: sorted(r["sample"] for call in calls[len(before.get(d, [])):] for r in call["requests"]) for d, calls in desk.seen.items()}
+
+
+def test_devices_get_even_numbers_whole_groups_and_what_they_had_before(tmp_path):
+    class Prompts:
+        async def prompts(self, split, indices):
+            return dict.fromkeys(indices, b"1234")
+
+        def forget_prompts(self):
+            pass
+
+    async def generate(desk, samples, holder=None):
+        await desk.call("generate", requests=[{"sample": s, "holder": holder} for s in samples], split="train", temperature=1.0, seed=1,
+                        max_response_tokens=8, holders={})
+
+    async def scenario(desk):
+        partial = "{'sample': s, 'response': b'1234', 'logprobs': b'1234', 'version': 7}"
+        there = "[r['sample'] for n, a in calls if n == 'submit' for r in a['requests']]"
+        for device in (0, 1):
+            await desk.start("rollout", device, abort=f"[{partial} for s in {there} if args['samples'] is None or s in args['samples']]")
+        desk.agent.work.verifier = Prompts()
+        groups = [[f"1:{g}:{m}" for m in range(3)] for g in range(2)]
+        await generate(desk, [sample for group in groups for sample in group])
+        assert await submitted(desk) == {0: groups[0], 1: groups[1]}
+        await generate(desk, ["1:2:0", "1:3:0"])
+        assert await submitted(desk) == {0: ["1:2:0"], 1: ["1:3:0"]}
+
+        given_up = await desk.call("abort", samples=["1:1:0", "1:1:2", "1:9:0"])
+        assert sorted(given_up, key=lambda p: p["sample"]) == [{"sample": "1:1:0", "tokens": 1}, {"sample": "1:1:2", "tokens": 1}]
+        assert desk.agent.work.requests.keys() == {*groups[0], "1:1:1", "1:2:0", "1:3:0"}
+        await generate(desk, ["1:1:0", "1:1:2"], holder="n1")
+        assert await submitted(desk) == {0: [], 1: ["1:1:0", "1:1:2"]}
+
+    at_desk(tmp_path, scenario)
+
+
 def test_an_environment_that_dies_is_there_again_for_the_next_answer(tmp_path):
     async def scenario(desk):
         await desk.call("start_worker", role="environment", device=0, python=None, env={"PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"},

@@ -10,8 +10,10 @@ from pretend_cluster import WEIGHTS, Cluster, VirtualTime
 
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Policy, Rollout
+from dynarl.controller import requests, router
 from dynarl.controller.epochs import Epochs, Outcome
 from dynarl.controller.iteration import Iteration
+from dynarl.dataflow import forecast
 from dynarl.hypergraph import journal
 from dynarl.hypergraph.check import check
 from dynarl.scheduler.policy import capabilities, start_roles
@@ -32,9 +34,10 @@ def describe(log, home, may, policy):
     log.append("epoch_committed", epoch=1, roles=start, moves=moves)
 
 
-def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_share=0.0, reaped=False, minibatches=1, groups=8, size=3,
-        limit_s=10.0):
-    """One iteration. Returns the cluster, after the checks that hold for every iteration. `reaped`: idle workers die, too."""
+def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_share=0.0, reaped=False, minibatches=1, membership="fixed",
+        groups=8, size=3, slow=(), max_running=8, limit_s=10.0):
+    """One iteration. Returns the cluster, after the checks that hold for every iteration. `reaped`: idle workers die, too;
+    slow: nodes that take five times as long for a token."""
     samples = [wire.sample_id(1, g, m) for g in range(groups) for m in range(size)]
     may = capabilities(policy, home)
     cluster = Cluster(start_roles(policy, home), seed, chaos_share)
@@ -44,16 +47,20 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
     async def go():
         epochs = Epochs(cluster, log, home, policy.vote_timeout_s, first_epoch=1)
         epochs.roles = start_roles(policy, home)
-        config = Config(policy=policy, rollout=Rollout(max_running=8), algorithm=Algorithm(normalize_std=False))
+        config = Config(policy=policy, rollout=Rollout(max_running=max_running), algorithm=Algorithm(
+            prompts_per_step=groups, group_size=size, minibatches=minibatches, membership=membership, normalize_std=False))
         iteration = cluster.iteration = Iteration(
             config, cluster, epochs, WEIGHTS, may, cluster.down, samples,
             scored_by_inference=any("inference" in choices for choices in may.values()))
+        for name in slow:
+            cluster.agents[name].slowness = 5.0
+        cluster.spawn(cluster.report())
+        cluster.batches = []
         if reaped:
             cluster.spawn(cluster.reap(may))
-        names = list(iteration.ledger.groups.values())
-        share = len(names) // minibatches
-        for batch in (names[i * share:(i + 1) * share] for i in range(minibatches)):
-            await iteration.accumulate(batch)
+        for index in range(minibatches):
+            batch = await iteration.accumulate(index)
+            cluster.batches.append([group.name for group in batch])
             needed = {n for n, role in home.items() if role == "training"} | {group.node for group in batch}
             await iteration.train_on(needed)  # or what they hold would be out of reach when the optimizer steps
             assert chaos_share or all(cluster.agents[n].active == "training" for n in needed)
@@ -66,6 +73,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
                 node.buffer.clear()
         assert all(cluster.agents[n].active == r for n, r in epochs.roles.items())
         assert iteration.ledger.done and not iteration.ledger.num_live and iteration._change is None
+        assert Counter(name for batch in cluster.batches for name in batch) == Counter([*iteration.ledger.groups])
         cluster.switches = iteration.tally.switches
         assert not [r for r in journal.read(log.path) if r["type"] == "epoch_refused"]
         assert check(log.graph, iteration.ledger.num_live) == []
@@ -81,7 +89,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             runner.run(limited())
     except TimeoutError:
         ledger = cluster.iteration.ledger
-        pytest.fail(f"no end after {limit_s} s: {Counter(g.state for g in ledger.groups.values())}, waiting {list(ledger._waiting)}, "
+        pytest.fail(f"no end after {limit_s} s: {Counter(g.state for g in ledger.groups.values())}, waiting {ledger.waiting()}, "
                     f"running {ledger.running}, in engines { {n: a.requests for n, a in cluster.agents.items()} }, "
                     f"leases {cluster.iteration._at}, down {cluster.down}, faults {cluster.faults}")
     finally:
@@ -111,8 +119,57 @@ def test_an_iteration_trains_every_sample_once(home, policy, tmp_path):
     assert any(outcome.committed for outcome in cluster.switches) == (policy.name != "static")
 
 
-def test_minibatches_step_on_their_own_groups(tmp_path):
-    run(*POLICIES["threshold"], 2, tmp_path, minibatches=4)
+@pytest.fixture
+def often(monkeypatch):
+    """Rebalancing and measurements in the time scale of the pretended cluster."""
+    monkeypatch.setattr(requests, "REBALANCE_S", 0.004)
+    monkeypatch.setattr(router, "FIRST_MOVE_S", 0.001)
+    monkeypatch.setattr(forecast, "LEAST_S", 0.003)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize("policy", ["threshold", "static", "colocated"])
+def test_a_minibatch_of_fixed_membership_has_its_prompts_in_order(policy, minibatches, tmp_path):
+    cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches)
+    assert [name for batch in cluster.batches for name in batch] == list(cluster.iteration.ledger.groups)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize("policy", ["threshold", "static", "colocated"])
+def test_a_minibatch_by_completion_has_the_first_complete_groups_once_each(policy, minibatches, tmp_path):
+    cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches, membership="completion")
+    assert [name for batch in cluster.batches for name in batch] == [group.name for group in cluster.iteration._completed]
+
+
+def test_minibatches_by_completion_lean_towards_short_answers(tmp_path):
+    cluster = run(*POLICIES["static"], 3, tmp_path, minibatches=4, membership="completion", groups=32, size=2, max_running=64)
+    tokens = [sum(cluster.iteration.ledger.groups[name].num_tokens for name in batch) for batch in cluster.batches]
+    assert sum(tokens[2:]) > 1.3 * sum(tokens[:2])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("chaos_share", [0.0, 0.06])
+def test_requests_that_move_between_rollout_nodes_are_trained_once(seed, chaos_share, often, tmp_path):
+    cluster = run(homes(3, 0, 1), Policy(name="static"), seed, tmp_path, chaos_share=chaos_share, slow=["n1"], groups=16,
+                  max_running=64, minibatches=2, membership="completion" if seed % 2 else "fixed")
+    assert cluster.relocated or chaos_share, "nothing moved, so this shows nothing"
+    # Each with its finished fellows wherever those are: the ledger knows the holder of every sample.
+    spread = [group for group in cluster.iteration.ledger.groups.values() if cluster.relocated.keys() & set(group.samples)]
+    assert any(len(set(group.holders.values())) > 1 for group in spread) or chaos_share
+
+
+def test_requests_stay_where_they_are_if_rebalancing_is_off(often, tmp_path):
+    cluster = run(homes(3, 0, 1), Policy(name="static", rebalance=False), 0, tmp_path, slow=["n1"], groups=16, max_running=64)
+    assert not cluster.relocated
+
+
+def test_requests_move_while_others_change_roles_and_are_trained_once(often, tmp_path):
+    moved = 0
+    for seed in range(4):
+        cluster = run(homes(4, 1, 1), Policy(threshold=6, dwell_s=0.0), seed, tmp_path, slow=["n1", "n2"], groups=16, max_running=64,
+                      chaos_share=0.02)
+        moved += sum(cluster.relocated.values())
+    assert moved
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -160,13 +217,13 @@ def finished(iteration: Iteration, node: str, sample: str) -> None:
 def test_an_answer_that_completes_while_its_node_gives_up_counts_once(tmp_path):
     """Its verdict comes after the node has left rollout, and once more by a message that was sent again."""
     iteration, _ = bare(homes(2, 0, 1), ["1:0:0", "1:0:1"], tmp_path)
-    iteration.ledger.dispatch("n1", 2)
+    iteration.ledger.dispatch("n1", iteration.ledger.waiting(2))
     iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 2}]}))
     for _ in range(2):
         finished(iteration, "n1", "1:0:0")
         finished(iteration, "n1", "1:0:1")  # this one is not the node's any more
     assert (iteration.tally.correct, iteration.ledger.num_waiting) == (1, 1)
-    assert iteration.ledger.dispatch("n2", 2) == [("1:0:1", "n1")]
+    assert iteration.ledger.dispatch("n2", iteration.ledger.waiting(2)) == [("1:0:1", "n1")]
     finished(iteration, "n2", "1:0:1")
     assert iteration.tally.correct == 2
     assert [group.holders for group in iteration.ledger.groups.values()] == [{"1:0:0": "n1", "1:0:1": "n2"}]
@@ -175,8 +232,8 @@ def test_an_answer_that_completes_while_its_node_gives_up_counts_once(tmp_path):
 def test_a_survivor_without_work_is_woken_by_what_others_gave_up(tmp_path):
     async def scenario():
         iteration, cluster = bare(homes(2, 0, 1), ["1:0:0", "1:0:1"], tmp_path)
-        iteration.ledger.dispatch("n1", 1)
-        iteration.ledger.dispatch("n2", 1)
+        iteration.ledger.dispatch("n1", iteration.ledger.waiting(1))
+        iteration.ledger.dispatch("n2", iteration.ledger.waiting(1))
         finished(iteration, "n2", "1:0:1")
         cluster.agents["n1"].held["1:0:0"] = 2
         iteration._leaving.add("n1")
@@ -193,11 +250,11 @@ def test_a_survivor_without_work_is_woken_by_what_others_gave_up(tmp_path):
 
 def test_a_group_stays_with_its_finished_members_when_the_others_move(tmp_path):
     iteration, _ = bare(homes(2, 0, 1), ["1:0:0", "1:0:1", "1:0:2"], tmp_path)
-    iteration.ledger.dispatch("n1", 3)
+    iteration.ledger.dispatch("n1", iteration.ledger.waiting(3))
     finished(iteration, "n1", "1:0:0")
     # One in part, one not even begun: that one starts afresh.
     iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 4}, {"sample": "1:0:2", "tokens": 0}]}))
-    assert dict(iteration.ledger.dispatch("n2", 3)) == {"1:0:1": "n1", "1:0:2": None}
+    assert dict(iteration.ledger.dispatch("n2", iteration.ledger.waiting(3))) == {"1:0:1": "n1", "1:0:2": None}
     for sample in ("1:0:1", "1:0:2"):
         assert iteration.ledger.groups["1:0"].state == "generating"
         finished(iteration, "n2", sample)
@@ -217,12 +274,12 @@ def test_a_late_failure_does_not_take_back_what_runs_again_since_the_worker_died
     log = journal.Journal(tmp_path / "journal.jsonl")
     epochs = Epochs(Cluster(home, 0), log, home, 1.0)
     iteration = Iteration(Config(policy=policy), Cluster(home, 0), epochs, WEIGHTS, capabilities(policy, home), set(), ["1:0:0"])
-    handed, lives = iteration.ledger.dispatch("n1", 1), iteration._lives["n1"]
+    handed, lives = iteration.ledger.dispatch("n1", ["1:0:0"]), iteration.requests.lives["n1"]
     iteration.worker_lost("n1", "rollout")
-    iteration.ledger.dispatch("n1", 1)
-    iteration._requests_failed("n1", handed, lives)
+    iteration.ledger.dispatch("n1", ["1:0:0"])
+    iteration.requests.failed("n1", handed, lives)
     assert iteration.ledger.running == {"1:0:0": "n1"}
-    iteration._requests_failed("n1", handed, iteration._lives["n1"])
+    iteration.requests.failed("n1", handed, iteration.requests.lives["n1"])
     assert iteration.ledger.num_waiting == 1
     log.close()
 

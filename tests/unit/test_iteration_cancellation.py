@@ -26,7 +26,7 @@ class Idle(Iteration):
 def test_a_cancellation_together_with_an_event_ends_it():
     async def cancelled_with_an_event(turns: int) -> None:
         iteration = Idle()
-        task = asyncio.create_task(iteration._until(lambda: False, []))
+        task = asyncio.create_task(iteration._until(lambda: False, lambda: []))
         await asyncio.sleep(0.01)
         iteration._wake()
         for _ in range(turns):

@@ -14,7 +14,7 @@ def finish(ledger, *samples, node):
 def generated(samples=G, node="n1", **options):
     """A ledger whose first group is complete on `node`, and that group."""
     ledger = Ledger(samples, **options)
-    ledger.dispatch(node, len(samples))
+    ledger.dispatch(node, samples)
     return ledger, finish(ledger, *G, node=node)
 
 
@@ -34,17 +34,17 @@ def test_a_sample_that_occurs_twice_is_refused():
 
 def test_requests_are_handed_out_in_order_and_once():
     ledger = Ledger(G + H)
-    assert ledger.dispatch("n1", 3) == [(s, None) for s in G + H[:1]]
-    assert ledger.dispatch("n2", 3) == [(H[1], None)]
-    assert ledger.dispatch("n2", 3) == []
+    assert ledger.dispatch("n1", ledger.waiting(3)) == [(s, None) for s in G + H[:1]]
+    assert ledger.dispatch("n2", ledger.waiting(3)) == [(H[1], None)]
+    assert ledger.dispatch("n2", ledger.waiting(3)) == []
     assert ledger.running == {G[0]: "n1", G[1]: "n1", H[0]: "n1", H[1]: "n2"}
     assert (ledger.num_waiting, ledger.num_live) == (0, 4)
 
 
 def test_a_group_is_generated_when_its_last_sample_finishes():
     ledger = Ledger(G)
-    ledger.dispatch("n1", 1)
-    ledger.dispatch("n2", 1)
+    ledger.dispatch("n1", ledger.waiting(1))
+    ledger.dispatch("n2", ledger.waiting(1))
     assert ledger.finished(G[1], "n2", reward=0.5, tokens=4, finish="length") is None
     group = ledger.finished(G[0], "n1", reward=1.0, tokens=3, finish="stop")
     assert group.state == "generated"
@@ -62,24 +62,24 @@ def test_without_an_inference_role_a_complete_group_is_ready_to_train():
 
 def test_a_partial_answer_goes_on_first_and_its_holder_is_named():
     ledger = Ledger(G + H)
-    ledger.dispatch("n1", 2)
+    ledger.dispatch("n1", ledger.waiting(2))
     assert ledger.returned(G[1], "n1", holder="n1")
-    assert ledger.dispatch("n2", 1) == [(G[1], "n1")]
+    assert ledger.dispatch("n2", ledger.waiting(1)) == [(G[1], "n1")]
     assert ledger.running[G[1]] == "n2"
 
 
 def test_an_answer_without_a_token_starts_again():
     ledger = Ledger(G)
-    ledger.dispatch("n1", 1)
+    ledger.dispatch("n1", ledger.waiting(1))
     ledger.returned(G[0], "n1", holder="n1")
-    ledger.dispatch("n2", 1)
+    ledger.dispatch("n2", ledger.waiting(1))
     ledger.returned(G[0], "n2", holder=None)
-    assert ledger.dispatch("n3", 1) == [(G[0], None)]
+    assert ledger.dispatch("n3", ledger.waiting(1)) == [(G[0], None)]
 
 
 def test_a_return_from_a_node_that_does_not_run_the_request_changes_nothing():
     ledger = Ledger(G)
-    ledger.dispatch("n1", 1)
+    ledger.dispatch("n1", ledger.waiting(1))
     assert not ledger.returned(G[0], "n2", holder="n2")
     assert not ledger.returned(G[1], "n1", holder="n1")
     finish(ledger, G[0], node="n1")
@@ -89,10 +89,10 @@ def test_a_return_from_a_node_that_does_not_run_the_request_changes_nothing():
 
 def test_a_finish_from_a_node_that_lost_the_request_is_ignored():
     ledger = Ledger(G)
-    ledger.dispatch("n1", 2)
+    ledger.dispatch("n1", ledger.waiting(2))
     ledger.returned(G[0], "n1", holder="n1")
     assert finish(ledger, G[0], node="n1") is None  # waiting
-    ledger.dispatch("n2", 1)
+    ledger.dispatch("n2", ledger.waiting(1))
     assert finish(ledger, G[0], node="n1") is None  # running elsewhere
     assert ledger.running == {G[0]: "n2", G[1]: "n1"}
     finish(ledger, G[0], node="n2")
@@ -174,7 +174,7 @@ def test_leases_of_an_earlier_iteration_mean_nothing_in_the_next():
 
 def test_a_step_without_one_of_its_groups_is_refused_and_marks_none():
     ledger = Ledger(G + H, scored_by_inference=False)
-    ledger.dispatch("n1", 4)
+    ledger.dispatch("n1", ledger.waiting(4))
     first, second = (finish(ledger, *samples, node="n1") for samples in (G, H))
     ledger.accumulated(ledger.lease(first, "n2"))
     with pytest.raises(ValueError, match="1:8 is scored"):
@@ -197,21 +197,21 @@ def test_a_group_is_trained_once():
 
 def test_requests_of_a_dead_rollout_worker_wait_again_with_the_parts_that_others_hold():
     ledger = Ledger(G + H)
-    ledger.dispatch("n1", 1)
+    ledger.dispatch("n1", ledger.waiting(1))
     ledger.returned(G[0], "n1", holder="n1")
-    assert ledger.dispatch("n2", 3) == [(G[0], "n1"), (G[1], None), (H[0], None)]
+    assert ledger.dispatch("n2", ledger.waiting(3)) == [(G[0], "n1"), (G[1], None), (H[0], None)]
     assert sorted(ledger.worker_lost("n2", "rollout")) == [G[0], G[1], H[0]]
     assert ledger.running == {}
-    assert dict(ledger.dispatch("n3", 4)) == {G[0]: "n1", G[1]: None, H[0]: None, H[1]: None}
+    assert dict(ledger.dispatch("n3", ledger.waiting(4))) == {G[0]: "n1", G[1]: None, H[0]: None, H[1]: None}
 
 
 def test_what_the_node_of_a_dead_rollout_worker_has_recorded_goes_on_from_there():
     ledger = Ledger(G + H)
-    ledger.dispatch("n1", 1)
+    ledger.dispatch("n1", ledger.waiting(1))
     ledger.returned(G[0], "n1", holder="n1")
-    ledger.dispatch("n2", 3)
+    ledger.dispatch("n2", ledger.waiting(3))
     ledger.worker_lost("n2", "rollout", held=[G[0], H[0], H[1]])  # H[1] is not there any more
-    assert dict(ledger.dispatch("n3", 4)) == {G[0]: "n2", G[1]: None, H[0]: "n2", H[1]: None}
+    assert dict(ledger.dispatch("n3", ledger.waiting(4))) == {G[0]: "n2", G[1]: None, H[0]: "n2", H[1]: None}
 
 
 def test_a_dead_rollout_worker_loses_nothing_that_was_finished():

@@ -61,7 +61,7 @@ class History(RuleBasedStateMachine):
 
     @rule(where=node, count=st.integers(1, 4))
     def dispatch(self, where, count):
-        for sample, holder in self.ledger.dispatch(where, count):
+        for sample, holder in self.ledger.dispatch(where, self.ledger.waiting(count)):
             assert sample not in self.owner and sample not in self.finished
             self.owner[sample] = where
             self.copies.append((sample, where))
@@ -193,7 +193,7 @@ class History(RuleBasedStateMachine):
     def every_sample_is_in_one_place(self):
         if not hasattr(self, "ledger"):
             return
-        waiting = list(self.ledger._waiting)
+        waiting = self.ledger.waiting()
         assert self.ledger.running == self.owner
         assert Counter([*waiting, *self.owner, *self.finished]) == Counter(self.samples)
         assert max(self.trained.values(), default=1) == 1

@@ -60,6 +60,7 @@ class RolloutWorker(Worker):
                 waiting=figures.waiting,
                 tokens=figures.tokens,
                 kv_used_tokens=figures.kv_used_tokens,
+                kv_total_tokens=figures.kv_total_tokens,
             )
         return busy
 

@@ -1,0 +1,104 @@
+"""The requests of one iteration on their way to rollout nodes, back, and from one to another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from typing import Any, Awaitable, Callable
+
+from dynarl.config.schema import Config
+from dynarl.controller.fleet import Fleet
+from dynarl.controller.router import Router
+from dynarl.dataflow.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+# Between two looks at whether running requests should change nodes: a move is judged by what came of the last ones.
+REBALANCE_S = 0.5
+
+
+class Requests:
+    """The router decides who gets which; the ledger says who has it. `lives`: rollout workers that each node has lost.
+
+    at_work: nodes that take work of a role now; spawn: run a hand-out in the background, with what undoes it if it fails.
+    """
+
+    def __init__(self, config: Config, fleet: Fleet, ledger: Ledger, router: Router, split: str, temperature: float,
+                 at_work: Callable[[str], list[str]], spawn: Callable[[Awaitable[Any], Callable[[], None]], None]):
+        self._config, self._fleet, self._ledger, self.router = config, fleet, ledger, router
+        self._split, self._temperature = split, temperature
+        self._at_work, self._spawn = at_work, spawn
+        self.lives: Counter[str] = Counter()
+        self._relocating: set[str] = set()  # nodes that are asked to give up some of their requests
+        self._rebalance_at = 0.0
+
+    def hand_out(self, *, rebalance: bool) -> None:
+        """Give waiting requests to nodes; when none waits, and if `rebalance`, move running ones between them."""
+        nodes, now = self._at_work("rollout"), asyncio.get_running_loop().time()
+        if self._ledger.num_waiting:
+            for node, samples in self.router.place(self._ledger, nodes, now).items():
+                self._send(node, samples)
+        elif rebalance and now >= self._rebalance_at:
+            self._rebalance_at = now + REBALANCE_S
+            self._rebalance(nodes, now)
+
+    def _send(self, node: str, samples: list[str]) -> None:
+        handed, lives = self._ledger.dispatch(node, samples), self.lives[node]
+        self._spawn(self._generate(node, handed), lambda: self.failed(node, handed, lives))
+
+    async def _generate(self, node: str, handed: list[tuple[str, str | None]]) -> None:
+        holders = {holder for _, holder in handed if holder}
+        await self._fleet.call(
+            node,
+            "generate",
+            requests=[{"sample": s, "holder": h} for s, h in handed],
+            split=self._split,
+            temperature=self._temperature,
+            seed=self._config.run.seed,
+            max_response_tokens=self._config.algorithm.max_response_tokens,
+            holders={h: self._fleet.agents[h].peer_address for h in holders},
+        )
+
+    def failed(self, node: str, handed: list[tuple[str, str | None]], lives: int) -> None:
+        """A hand-out did not reach `node`, which had lost `lives` workers when it began."""
+        # When the worker has died since, they were offered again then, and may be running there a second time.
+        for sample, holder in handed if lives == self.lives[node] else ():
+            self._ledger.returned(sample, node, holder=holder)
+
+    def returned(self, node: str, partial: dict) -> bool:
+        """`node` gave up this request ({sample, tokens}) and keeps its tokens; it waits again. False: it was not there."""
+        sample, tokens = partial["sample"], partial["tokens"]
+        if not self._ledger.returned(sample, node, holder=node if tokens else None):
+            return False
+        self.router.given_back(sample, tokens)
+        return True
+
+    # --- from one rollout node to another
+
+    def _rebalance(self, nodes: list[str], now: float) -> None:
+        targets: dict[str, dict[str, str]] = defaultdict(dict)  # source -> sample -> target
+        for move in self.router.moves(self._ledger, nodes, now):
+            if move.source not in self._relocating:
+                targets[move.source][move.sample] = move.target
+        for source, wanted in targets.items():
+            self._relocating.add(source)
+            self._spawn(self._relocate(source, wanted), lambda: None)
+
+    async def _relocate(self, source: str, targets: dict[str, str]) -> None:
+        """Move requests ({sample: target}) that are not finished by now, each with its tokens so far."""
+        clock, lives = asyncio.get_running_loop().time, self.lives[source]
+        began = clock()
+        try:
+            given_up = await self._fleet.call(source, "abort", samples=list(targets))
+        finally:
+            self._relocating.discard(source)
+        self.router.moved(clock() - began)
+        if lives != self.lives[source]:  # they were offered again when the worker died
+            return
+        log.debug("%s gave up %d of %d requests for other nodes", source, len(given_up), len(targets))
+        for partial in given_up:
+            sample, target = partial["sample"], targets[partial["sample"]]
+            if self.returned(source, partial) and target in self._at_work("rollout"):
+                self.router.handed_out([sample], clock())
+                self._send(target, [sample])

@@ -1,0 +1,104 @@
+"""Routing of one job's requests: what the ledger and the workers' reports say, in the terms of `dataflow.routing`.
+
+It outlives iterations, because what it has learned of lengths and speeds does. Times are seconds of the caller's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+from dynarl import wire
+from dynarl.config.schema import Config
+from dynarl.dataflow.forecast import Lengths, Speeds
+from dynarl.dataflow.ledger import Ledger
+from dynarl.dataflow.routing import Instance, Move, Request, rebalance, route
+
+# What it takes to move a request, before one has been moved; weight of the newest measurement after that.
+FIRST_MOVE_S, NEWEST = 0.1, 0.25
+
+
+class Router:
+    """One instance per node: the engines of its devices together. The agent spreads requests over them."""
+
+    def __init__(self, config: Config):
+        self._devices = config.cluster.devices_per_node
+        self._max_running = config.rollout.max_running * self._devices
+        self._lengths, self._speeds = Lengths(config.algorithm.max_response_tokens), Speeds()
+        self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
+        self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds
+        self._begun: dict[str, tuple[float, float]] = {}  # running sample -> (when it was handed out, its tokens then)
+        self._tokens: dict[str, int] = {}  # sample that was given back -> its tokens
+        self.move_s = FIRST_MOVE_S
+
+    # --- what is learned
+
+    def figures(self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int = 0) -> None:
+        """A worker's report of its load."""
+        self._speeds.note(worker, now, tokens, running)
+        self._kv_tokens[node][worker] = kv_total_tokens
+
+    def finished(self, sample: str, tokens: int, prompt_tokens: int) -> None:
+        self._lengths.add(tokens)
+        self._finished += 1
+        if self._finished == 1:
+            self._prompt_tokens = 0.0
+        self._prompt_tokens += (prompt_tokens - self._prompt_tokens) / self._finished
+        self._begun.pop(sample, None)
+        self._tokens.pop(sample, None)
+
+    def given_back(self, sample: str, tokens: int) -> None:
+        self._tokens[sample] = tokens
+
+    def moved(self, seconds: float) -> None:
+        """A request was got out of one instance, which is half of a move."""
+        self.move_s += NEWEST * (2 * seconds - self.move_s)
+
+    # --- what is decided
+
+    def place(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, list[str]]:
+        """Node -> waiting samples that it should get now. The caller hands them out."""
+        instances = self._instances(ledger, nodes, now)
+        free = sum(max(0, instance.max_running - len(instance.running)) for instance in instances)
+        waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
+                   for sample in ledger.waiting(free)]
+        assigned = route(waiting, instances).assigned if waiting else {}
+        for samples in assigned.values():
+            self.handed_out(samples, now)
+        return assigned
+
+    def handed_out(self, samples: Iterable[str], now: float) -> None:
+        for sample in samples:
+            self._begun[sample] = now, self._tokens.get(sample, 0)
+
+    def moves(self, ledger: Ledger, nodes: list[str], now: float) -> list[Move]:
+        """Running requests that should change nodes. None as long as speeds are unknown: gain and cost are seconds."""
+        if len(nodes) < 2 or not self._speeds.known():
+            return []
+        return rebalance(self._instances(ledger, nodes, now), move_s=self.move_s)
+
+    def _instances(self, ledger: Ledger, nodes: list[str], now: float) -> list[Instance]:
+        running: dict[str, list[str]] = {node: [] for node in nodes}
+        for sample, node in ledger.running.items():
+            if node in running:
+                running[node].append(sample)
+        return [self._instance(node, samples, now) for node, samples in running.items()]
+
+    def _instance(self, node: str, samples: list[str], now: float) -> Instance:
+        workers = self._kv_tokens.get(node, {})
+        speeds = [self._speeds.of(worker) for worker in workers] or [self._speeds.of(node)]
+        fixed_s, each_s = (sum(part) / len(speeds) for part in zip(*speeds))
+        each_s /= self._devices
+        step_s = fixed_s + each_s * len(samples) if self._speeds.known() else math.inf
+        begun = [(sample, *self._begun.get(sample, (now, 0.0))) for sample in samples]
+        running = [self._request(sample, tokens + (now - since) / step_s, node) for sample, since, tokens in begun]
+        complete = len(workers) == self._devices and all(workers.values())
+        # To prefill a token takes at most as long as to decode it together with others.
+        return Instance(node, self._max_running, running, fixed_s, each_s, prefill_s=each_s,
+                        kv_tokens=sum(workers.values()) if complete else math.inf)
+
+    def _request(self, sample: str, tokens: float, home: str | None) -> Request:
+        tokens = min(tokens, self._lengths.limit - 1)
+        return Request(sample, wire.group_of(sample), self._prompt_tokens + tokens, self._lengths.remaining(tokens), home,
+                       "preferred" if home else "none")
