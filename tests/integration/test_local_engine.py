@@ -1,4 +1,5 @@
 import json
+import random
 import time
 
 import msgspec
@@ -150,6 +151,121 @@ def test_members_of_a_group_share_one_prefill(models):
     assert seen == [len(PROMPTS[5])] + [6] * 11
     assert len({output.response for output in outputs.values()}) == 6
     assert_same(outputs["0:5:4"], run(LocalEngine(models[0], 0), group[4:5])["0:5:4"])
+
+
+def turn(engine, output, more=(), tokens=40, **fields):
+    """The request of `output` again, with what was sampled and `more` behind it, as after a tool call."""
+    index = int(output.sample.split(":")[1])
+    came = dict(response=output.response + wire.pack_ids(more), logprobs=output.logprobs + wire.pack_floats([0.0] * len(more)))
+    return request(index, tokens, **came, **fields)
+
+
+def prefilled_by(engine, requests):
+    """Outputs of these requests, and (tokens that were prefilled for them, tokens that were not because the cache had them)."""
+    before = engine.figures()
+    outputs = run(engine, requests)
+    after = engine.figures()
+    return outputs, (after.prefill_tokens - before.prefill_tokens, after.reused_tokens - before.reused_tokens)
+
+
+def test_a_request_that_was_given_up_and_returns_needs_no_prefill(models):
+    engine = LocalEngine(models[0], 0, max_running=4)
+    engine.submit([request(index) for index in (3, 5, 8)])
+    for _ in range(9):
+        engine.step()
+    partials = engine.abort(["0:5:0", "0:8:0"])
+    run(engine)  # the other one goes on meanwhile
+    outputs, (prefilled, reused) = prefilled_by(engine, [turn(engine, partial) for partial in partials])
+    assert (prefilled, reused) == (2, len(PROMPTS[5]) + len(PROMPTS[8]) + 2 * 8)
+    alone = run(LocalEngine(models[0], 0), [request(5), request(8)])
+    for sample, output in outputs.items():
+        assert_same(output, alone[sample])
+
+
+def test_a_second_turn_prefills_only_what_the_tool_said(models):
+    engine = LocalEngine(models[0], 0)
+    first = run(engine, [request(index, 12) for index in range(4)])["0:2:0"]
+    outputs, (prefilled, reused) = prefilled_by(engine, [turn(engine, first, more=[7, 8, 9])])
+    # The last token of the first turn was sampled, but never fed.
+    assert (prefilled, reused) == (1 + 3, len(PROMPTS[2]) + 11)
+    fresh, (without, none) = prefilled_by(LocalEngine(models[0], 0), [turn(engine, first, more=[7, 8, 9])])
+    assert (without, none) == (prefilled + reused, 0)
+    assert_same(outputs["0:2:0"], fresh["0:2:0"])
+
+
+def test_a_late_member_of_a_group_shares_the_prompt_of_one_that_runs_or_has_finished(models):
+    members = [Request(f"0:8:{member}", wire.pack_ids(PROMPTS[8]), 12, seed=3) for member in range(3)]
+    engine = LocalEngine(models[0], 0)
+    engine.submit(members[:1])
+    engine.step()
+    engine.step()
+    while_running, figures = prefilled_by(engine, members[1:2])
+    assert figures == (1, len(PROMPTS[8]) - 1)
+    afterwards, figures = prefilled_by(engine, members[2:])
+    assert figures == (1, len(PROMPTS[8]) - 1)
+    alone = run(LocalEngine(models[0], 0), members)
+    for sample, output in (while_running | afterwards).items():
+        assert_same(output, alone[sample])
+
+
+def test_what_is_kept_gives_way_the_least_recently_used_first(models):
+    engine = LocalEngine(models[0], 0, max_running=2)  # and one row more
+    outputs = {}
+    for index in (1, 2, 3, 4):
+        outputs |= run(engine, [request(index, 6)])
+    assert [kept.sample for kept in engine._cache.kept.values()] == ["0:2:0", "0:3:0", "0:4:0"]
+    _, (_, reused) = prefilled_by(engine, [turn(engine, outputs["0:2:0"], tokens=9)])
+    assert reused
+    run(engine, [request(5, 6)])
+    assert [kept.sample for kept in engine._cache.kept.values()] == ["0:4:0", "0:2:0", "0:5:0"]
+    _, (_, reused) = prefilled_by(engine, [turn(engine, outputs["0:3:0"], tokens=9)])
+    assert not reused
+
+
+def test_new_weights_and_sleep_leave_no_prefix(models):
+    for forget in (lambda engine: engine.load(models[1], 1), lambda engine: (engine.sleep(), engine.wake())):
+        engine = LocalEngine(models[0], 0)
+        output = run(engine, [request(3, 6)])["0:3:0"]
+        forget(engine)
+        _, (_, reused) = prefilled_by(engine, [turn(engine, output)])
+        assert reused == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_goes_and_comes_again_the_answers_are_those_of_undisturbed_requests(models, seed):
+    source = random.Random(seed)
+    names = [(index, member) for index in range(5) for member in range(3)]
+    want = {f"0:{i}:{m}": source.randint(3, 40) for i, m in names}
+
+    def ask(sample, response=b"", logprobs=b""):
+        index = int(sample.split(":")[1])
+        return Request(sample, wire.pack_ids(PROMPTS[index]), want[sample], response, logprobs, seed=3, tool_calls=source.randint(0, 2))
+
+    engine, outside, done = LocalEngine(models[0], 0, max_running=4), {sample: ask(sample) for sample in want}, {}
+    while len(done) < len(want):
+        if outside and source.random() < 0.5:
+            chosen = source.sample(sorted(outside), min(len(outside), source.randint(1, 4)))
+            engine.submit([outside.pop(sample) for sample in chosen])
+        done |= {output.sample: output for output in engine.step()}
+        if source.random() < 0.2:
+            aborted = engine.abort(source.sample(sorted(want), 5))
+            outside |= {output.sample: ask(output.sample, output.response, output.logprobs) for output in aborted}
+    assert engine.figures().reused_tokens > 200
+    alone = run(LocalEngine(models[0], 0), [ask(sample) for sample in want])
+    for sample in want:
+        assert_same(done[sample], alone[sample])
+
+
+def test_later_turns_and_longer_cached_prefixes_are_taken_in_first(models):
+    engine = LocalEngine(models[0], 0, max_running=1)
+    engine.submit([request(8)])
+    engine.step()
+    (partial,) = engine.abort()
+    engine.submit([request(1, 3), request(2, 3), turn(engine, partial, tokens=9), request(3, 3, tool_calls=1), request(4, 3)])
+    order = []
+    while engine.busy():
+        order += [output.sample for output in engine.step()]
+    assert order == ["0:3:0", "0:8:0", "0:1:0", "0:2:0", "0:4:0"]
 
 
 def test_load_updates_weights_in_place_and_requests_go_on_under_them(models):

@@ -7,7 +7,8 @@ Life of a request::
                   +----------+-> abort() returns it once, finish "abort": a partial answer
 
 A partial answer (its tokens and log-probabilities) is all that another engine needs to go on with it: it is submitted
-there as a request whose `response` is not empty. Keys and values are computed again, so no cache ever travels.
+there as a request whose `response` is not empty. Keys and values are computed again where they are not in the cache, which
+never travels.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Request(msgspec.Struct):
 
     prompt, response: int32 token ids; logprobs: float32, one per token of `response` (what was sampled so far, empty
     for a fresh request). max_response_tokens counts the tokens of `response` too. temperature 0 is greedy.
+    tool_calls: those that the answer has made so far; with more of them a waiting request goes first.
     A token depends on the logits, on (seed, sample) and on its position in the sequence alone.
     """
 
@@ -39,6 +41,7 @@ class Request(msgspec.Struct):
     logprobs: bytes = b""
     temperature: float = 1.0
     seed: int = 0
+    tool_calls: int = 0
 
 
 class Output(msgspec.Struct):
@@ -68,13 +71,18 @@ class Part(msgspec.Struct):
 
 
 class Figures(msgspec.Struct):
-    """Load of an engine. tokens: sampled since it was made. kv_total_tokens: what the KV memory holds at most."""
+    """Load of an engine. tokens: sampled since it was made. kv_total_tokens: what the KV memory holds at most.
+
+    prefill_tokens: computed in prefills since it was made; reused_tokens: those that a prefix in the cache saved.
+    """
 
     running: int
     waiting: int
     tokens: int
     kv_used_tokens: int
     kv_total_tokens: int
+    prefill_tokens: int
+    reused_tokens: int
 
 
 class Engine(ABC):

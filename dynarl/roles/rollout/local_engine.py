@@ -1,27 +1,32 @@
 """The in-process engine: continuous batching in one Python loop, for every day and for CPUs.
 
-A step is either a prefill (of everything that waits and fits) or one decode step of all running requests. Requests with
-equal tokens so far, as the members of a group have, are prefilled once.
+A step is either a prefill (of what waits and fits, in the order of `dataflow.priority`) or one decode step of all running
+requests. Requests with equal tokens so far, as the members of a group have, are prefilled once; and of a prefix that the
+cache still has only the rest is.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections import deque
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from dynarl import wire
+from dynarl.dataflow.priority import Desk, Ticket
 from dynarl.roles.rollout.decoder import Decoder, read_config
 from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Part, Request
 from dynarl.roles.rollout.engine import check_request, stream_key
-from dynarl.roles.rollout.kv_cache import KVCache
+from dynarl.roles.rollout.kv_cache import Kept, KVCache
 from dynarl.roles.rollout.sampling import sample_tokens, uniforms
 
 # Padded tokens of one prefill: bounds its memory, and how long running requests wait for it.
 PREFILL_TOKENS = 8192
+# Rows of the cache beyond those in use at most, as a share of them: for prefixes that may be needed again.
+KEPT_SHARE = 4
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Running:
     response: list[int]
     logprobs: list[float]
     key: int
+    ticket: Ticket
     start_version: int | None = None
     version: int | None = None
     tokens: list[int] = field(init=False)
@@ -64,12 +70,14 @@ class LocalEngine(Engine):
         config = read_config(model_dir)
         self._config = config
         self._decoder = Decoder(config, device)
-        self._cache = KVCache(config, max_running, self._decoder.device)
-        self._waiting: deque[Running] = deque()
+        self._max_running = max_running
+        self._cache = KVCache(config, max_running + max(1, max_running // KEPT_SHARE), self._decoder.device)
+        self._waiting: list[Running] = []
+        self._desk = Desk()
         self._rows: list[Running] = []  # row i of the cache belongs to _rows[i]
         self._done: list[Output] = []
         self._asleep = False
-        self._tokens = 0
+        self._tokens = self._prefilled = self._reused = 0
         # One entry per row: its last token (not in the cache yet) and that token's position, and what sampling needs.
         self._last = np.zeros(max_running, np.int64)
         self._position = np.zeros(max_running, np.int64)
@@ -84,8 +92,9 @@ class LocalEngine(Engine):
         self._decoder.load(model_dir)
         self.version = version
         # Running requests go through a prefill again: their keys and values are those of the old weights.
-        self._waiting.extendleft(reversed(self._rows))
-        self._rows.clear()
+        self._waiting = self._rows + self._waiting
+        self._rows = []
+        self._cache.kept.clear()
 
     def submit(self, requests: list[Request]) -> None:
         if self._asleep:
@@ -102,6 +111,7 @@ class LocalEngine(Engine):
                 wire.unpack_ids(request.response),
                 wire.unpack_floats(request.logprobs),
                 stream_key(request.seed, request.sample),
+                self._desk.ticket(request.tool_calls, time.monotonic()),
             )
             finish = self._finish(running)
             if finish is None:
@@ -115,7 +125,7 @@ class LocalEngine(Engine):
     @torch.inference_mode()
     def step(self) -> list[Output]:
         done, self._done = self._done, []
-        if self._waiting and len(self._rows) < self._cache.rows:
+        if self._waiting and len(self._rows) < self._max_running:
             first_row = len(self._rows)
             logits = self._prefill()
         elif self._rows:
@@ -138,7 +148,7 @@ class LocalEngine(Engine):
         for row in range(len(self._rows) - 1, -1, -1):
             if wanted is None or self._rows[row].request.sample in wanted:
                 out.append(self._remove(row).output(ABORT, self.version))
-        kept: deque[Running] = deque()
+        kept: list[Running] = []
         for running in self._waiting:
             if wanted is None or running.request.sample in wanted:
                 out.append(running.output(ABORT, self.version))
@@ -152,8 +162,8 @@ class LocalEngine(Engine):
 
     def figures(self) -> Figures:
         used = int(self._position[: len(self._rows)].sum())
-        total = self._cache.rows * self._config.max_position
-        return Figures(len(self._rows), len(self._waiting), self._tokens, used, total)
+        total = self._max_running * self._config.max_position
+        return Figures(len(self._rows), len(self._waiting), self._tokens, used, total, self._prefilled, self._reused)
 
     def sleep(self) -> None:
         if self.busy():
@@ -177,48 +187,82 @@ class LocalEngine(Engine):
             return LENGTH
         return None
 
-    def _admit(self) -> list[Running]:
-        """Take waiting requests into rows, in order, as far as rows and the size of one prefill allow."""
-        admitted: list[Running] = []
+    def _admit(self) -> list[int]:
+        """Take waiting requests into rows, as far as rows and the size of one prefill allow.
+
+        Returns for each how many of its tokens its row holds already.
+        """
+        now, holders = time.monotonic(), defaultdict(list)
+        for row, other in enumerate(self._rows):
+            holders[other.request.prompt].append((row, other.tokens))
+        known = [self._cached(running, holders)[1] for running in self._waiting]
+        starts: list[int] = []
         longest = 0
-        while self._waiting and len(self._rows) < self._cache.rows:
-            longest = max(longest, len(self._waiting[0].tokens))
-            if admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS:
+        while self._waiting and len(self._rows) < self._max_running:
+            index = self._desk.draw([running.ticket for running in self._waiting], known, now)
+            running = self._waiting[index]
+            source, start = self._cached(running, holders)
+            longest = max(longest, len(running.tokens) - start)
+            if starts and longest * (len(starts) + 1) > PREFILL_TOKENS:
                 break
-            running = self._waiting.popleft()
+            del self._waiting[index], known[index]
             row = len(self._rows)
+            self._cache.claim(row, source, start)
             self._rows.append(running)
             self._key[row] = running.key
             self._temperature[row] = running.request.temperature
             self._position[row] = len(running.tokens) - 1
-            admitted.append(running)
-        return admitted
+            starts.append(start)
+        return starts
+
+    def _cached(self, running: Running, holders: dict[bytes, list[tuple[int, list[int]]]]) -> tuple[int | None, int]:
+        """(row, tokens) with the longest prefix of this request, (None, 0) where there is none.
+
+        holders: rows in use and their tokens, by prompt. Only rows of the same prompt are looked at.
+        """
+        best: tuple[int | None, int] = None, 0
+        prompt = running.request.prompt
+        kept = [(row, k.tokens) for row, k in self._cache.kept.items() if k.prompt == prompt]
+        for row, tokens in holders.get(prompt, []) + kept:
+            length = _common(tokens, running.tokens, len(running.prompt))
+            # Of a row in use the last token has no place yet; and one token must go through the model for its logits.
+            length = min(length, len(tokens) - (row < len(self._rows)), len(running.tokens) - 1)
+            if length > best[1]:
+                best = row, length
+        return best
 
     def _prefill(self) -> torch.Tensor:
         """Logits [admitted, vocabulary] of the next token of each request that was taken in."""
         first_row = len(self._rows)
-        admitted = self._admit()
+        held = self._admit()
         number: dict[tuple[int, ...], int] = {}  # of each distinct sequence
-        source = [number.setdefault(tuple(running.tokens), len(number)) for running in admitted]
-        lengths = [len(sequence) for sequence in number]
+        source = [number.setdefault(tuple(running.tokens), len(number)) for running in self._rows[first_row:]]
+        rows: list[list[int]] = [[] for _ in number]
+        for index, sequence in enumerate(source):
+            rows[sequence].append(first_row + index)
+        starts = [min(held[row - first_row] for row in mine) for mine in rows]
+        lengths = [len(sequence) - start for sequence, start in zip(number, starts)]
         count, width = len(number), max(lengths)
-        tokens = np.zeros((count, width), np.int64)
-        for index, sequence in enumerate(number):
-            tokens[index, : len(sequence)] = sequence
-        self._cache.reserve(width, first_row)
+        tokens, positions = np.zeros((count, width), np.int64), np.zeros((count, width), np.int64)
+        for index, (sequence, start) in enumerate(zip(number, starts)):
+            tokens[index, : lengths[index]] = sequence[start:]
+            positions[index, : lengths[index]] = np.arange(start, len(sequence))
+        self._prefilled += sum(lengths)
+        self._reused += sum(starts)
+        self._cache.reserve(max(map(len, number)))
         device = self._decoder.device
-        positions = torch.arange(width, device=device).repeat(count)
-        source_tensor = torch.tensor(source, device=device)
-        attend = self._cache.prefill_attention(count, width, first_row, source_tensor)
-        hidden = self._decoder.forward(torch.from_numpy(tokens).view(-1).to(device), positions, attend)
+        attend = self._cache.prefill_attention(starts, lengths, rows)
+        hidden = self._decoder.forward(
+            torch.from_numpy(tokens).view(-1).to(device), torch.from_numpy(positions).view(-1).to(device), attend
+        )
         last = torch.tensor([index * width + length - 1 for index, length in enumerate(lengths)], device=device)
-        return self._decoder.logits(hidden[last])[source_tensor]
+        return self._decoder.logits(hidden[last])[torch.tensor(source, device=device)]
 
     def _decode(self) -> torch.Tensor:
         """Logits [running, vocabulary] after feeding each row its last token."""
         n = len(self._rows)
         used = int(self._position[:n].max()) + 1
-        self._cache.reserve(used, n)
+        self._cache.reserve(used)
         tokens, positions = self._device(self._last, n), self._device(self._position, n)
         hidden = self._decoder.forward(tokens, positions, self._cache.decode_attention(positions, used))
         return self._decoder.logits(hidden)
@@ -246,9 +290,10 @@ class LocalEngine(Engine):
         """Take a request out; the last row takes its place."""
         last = len(self._rows) - 1
         leaving = self._rows[row]
+        request = leaving.request
+        self._cache.leave(row, last, int(self._position[last]), Kept(request.sample, request.prompt, leaving.tokens[:-1]))
         if row != last:
             self._rows[row] = self._rows[last]
-            self._cache.move(last, row, int(self._position[last]))
             for column in self._columns:
                 column[row] = column[last]
         self._rows.pop()
@@ -256,3 +301,11 @@ class LocalEngine(Engine):
 
     def _device(self, column: np.ndarray, n: int) -> torch.Tensor:
         return torch.from_numpy(column[:n]).to(self._decoder.device)
+
+
+def _common(a: list[int], b: list[int], least: int) -> int:
+    """Length of the longest common prefix; the first `least` items are known to be equal."""
+    most = min(len(a), len(b))
+    if a[least:most] == b[least:most]:
+        return most
+    return next(index for index in range(least, most) if a[index] != b[index])

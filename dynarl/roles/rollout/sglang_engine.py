@@ -1,7 +1,10 @@
 """SGLang behind the engine interface, over its HTTP interface (0.5.23).
 
 The server batches by itself. One thread per request in flight waits for its answer and puts it in a queue, which `step`
-empties. More requests than the server can decode wait here, where taking them out again costs nothing.
+empties. More requests than the server can decode wait here, where taking them out again costs nothing and where
+`dataflow.priority` orders them: the server gets few more than it decodes, so its own order (--enable-priority-scheduling)
+would add nothing. Prefixes are kept by the server, which says afterwards how much of one it had; so the order here goes by
+tool calls and age.
 
 What SGLang returns for an aborted request is a partial answer; going on with it is a new request whose input is prompt
 plus partial answer. Its seeded draw hashes (seed, position in the sequence), so the answer continues as it would have: on
@@ -15,12 +18,12 @@ import json
 import os
 import queue
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from dynarl import wire
+from dynarl.dataflow.priority import Desk, Ticket
 from dynarl.roles.rollout.engine import ABORT, LENGTH, Engine, Figures, Output, Request, check_request, stream_key
 from dynarl.roles.rollout.sglang_process import SGLangProcess
 
@@ -44,6 +47,7 @@ class Pending:
     request: Request
     response: bytes
     logprobs: bytes
+    ticket: Ticket
     start_version: int | None = None
     version: int | None = None
 
@@ -68,11 +72,12 @@ class SGLangEngine(Engine):
         self._in_flight_limit = max_running + max(2, max_running // SPARE)
         self._pool = ThreadPoolExecutor(self._in_flight_limit)
         self._answers: queue.SimpleQueue[tuple[str, dict[str, Any] | Exception]] = queue.SimpleQueue()
-        self._waiting: deque[Pending] = deque()
+        self._waiting: list[Pending] = []
+        self._desk = Desk()
         self._flying: dict[str, Pending] = {}
         self._done: list[Output] = []
         self._asleep = False
-        self._tokens = 0
+        self._tokens = self._prompt_tokens = self._reused = 0
         self._numbers = itertools.count()
 
     def load(self, model_dir: str, version: int) -> None:
@@ -85,7 +90,7 @@ class SGLangEngine(Engine):
         if not answer["success"]:
             raise ValueError(f"SGLang did not take the weights of {model_dir}: {answer['message']}")
         self.version = version
-        self._waiting.extendleft(reversed(interrupted))
+        self._waiting = interrupted + self._waiting
 
     def submit(self, requests: list[Request]) -> None:
         if self._asleep:
@@ -95,7 +100,8 @@ class SGLangEngine(Engine):
             check_request(request, known, self._config["vocab_size"], self._positions)
             known.add(request.sample)
         for request in requests:
-            pending = Pending(request, request.response, request.logprobs)
+            ticket = self._desk.ticket(request.tool_calls, time.monotonic())
+            pending = Pending(request, request.response, request.logprobs, ticket)
             if self._room(pending) > 0:
                 self._waiting.append(pending)
             else:
@@ -120,7 +126,7 @@ class SGLangEngine(Engine):
             return wanted is None or pending.request.sample in wanted
 
         out = [pending.output(ABORT, self.version) for pending in self._waiting if is_wanted(pending)]
-        self._waiting = deque(pending for pending in self._waiting if not is_wanted(pending))
+        self._waiting = [pending for pending in self._waiting if not is_wanted(pending)]
         names = {pending.request.sample for pending in self._flying.values() if is_wanted(pending)}
         landed = self._land([rid for rid, pending in self._flying.items() if is_wanted(pending)])
         out += [pending.output(ABORT, self.version) for pending in landed]
@@ -138,6 +144,8 @@ class SGLangEngine(Engine):
             self._tokens,
             load["num_used_tokens"],
             load["max_total_num_tokens"],
+            self._prompt_tokens - self._reused,
+            self._reused,
         )
 
     def sleep(self) -> None:
@@ -164,7 +172,8 @@ class SGLangEngine(Engine):
 
     def _launch(self) -> None:
         while self._waiting and len(self._flying) < self._in_flight_limit:
-            pending = self._waiting.popleft()
+            tickets = [pending.ticket for pending in self._waiting]
+            pending = self._waiting.pop(self._desk.draw(tickets, [0] * len(tickets), time.monotonic()))
             # SGLang aborts every request whose id begins with the given one: the dot ends the number.
             rid = f"{pending.request.sample}-{next(self._numbers)}."
             self._flying[rid] = pending
@@ -212,7 +221,10 @@ class SGLangEngine(Engine):
     def _extend(self, pending: Pending, answer: dict[str, Any]) -> str:
         """Append what SGLang sampled; how it ended."""
         ids = answer["output_ids"]
-        logprobs = [entry[0] for entry in answer["meta_info"].get("output_token_logprobs") or ()]
+        meta = answer["meta_info"]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        self._prompt_tokens += meta.get("prompt_tokens", 0)
+        self._reused += meta.get("cached_tokens", 0)
         if len(ids) != len(logprobs):
             raise RuntimeError(f"SGLang returned {len(ids)} tokens and {len(logprobs)} log-probabilities for {pending.request.sample}")
         if ids:
@@ -222,7 +234,7 @@ class SGLangEngine(Engine):
             if pending.start_version is None:
                 pending.start_version = self.version
             self._tokens += len(ids)
-        return answer["meta_info"]["finish_reason"]["type"]
+        return meta["finish_reason"]["type"]
 
     def _land(self, rids: list[str]) -> list[Pending]:
         """Abort these requests on the server. Returns those that had not finished by themselves."""

@@ -110,6 +110,8 @@ class RolloutWorker(Worker):
             "tokens": figures.tokens,
             "kv_used_tokens": figures.kv_used_tokens,
             "kv_total_tokens": figures.kv_total_tokens,
+            "prefill_tokens": figures.prefill_tokens,
+            "reused_tokens": figures.reused_tokens,
             "tokens_per_s": self._rate if engine.busy() else 0.0,
         }
 
