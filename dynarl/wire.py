@@ -65,6 +65,9 @@ class Trajectory(msgspec.Struct):
     old_logprobs: the same tokens under the trainer's numerics, None until the inference role has computed them;
     finish: "stop" (end-of-sequence), "length" (cut at the limit) or "abort" (partial, to be continued elsewhere);
     version: of the weights that sampled the last token; weight: 0 for a sample that does not count in the loss.
+    mask: a byte per response token, 1 where the model sampled it, 0 where a tool wrote it (its log-probability is 0.0
+    and it is never trained on); empty: all were sampled. tool_calls: answered so far, which took tool_seconds; session:
+    what the tools keep of this answer, msgpack.
     """
 
     sample: str
@@ -78,6 +81,38 @@ class Trajectory(msgspec.Struct):
     weight: float = 1.0
     finish: str = "abort"
     version: int = 0
+    mask: bytes = b""
+    tool_calls: int = 0
+    tool_seconds: float = 0.0
+    session: bytes = b""
+
+    @property
+    def turns(self) -> int:
+        """Times that the model had its turn: one more than tools had theirs."""
+        return self.tool_calls + 1
+
+    @property
+    def num_masked_tokens(self) -> int:
+        return self.mask.count(0)
+
+    def sampled(self, response: bytes, logprobs: bytes, finish: str, version: int) -> Trajectory:
+        """This answer once an engine has gone on with it: `response` and `logprobs` are those of all its tokens."""
+        mask = self.mask and self.mask.ljust(len(response) // 4, b"\1")
+        return msgspec.structs.replace(
+            self, response=response, rollout_logprobs=logprobs, finish=finish, version=version, mask=mask)
+
+    def answered(self, call: ToolCall, most_tokens: int) -> Trajectory:
+        """This answer with a tool's output behind it, of which as much is taken as `most_tokens` in all leave room for."""
+        output = call.output[: 4 * max(0, most_tokens - self.num_response_tokens)]
+        count = len(output) // 4
+        return msgspec.structs.replace(
+            self, response=self.response + output, rollout_logprobs=self.rollout_logprobs + pack_floats([0.0] * count),
+            mask=(self.mask or b"\1" * self.num_response_tokens) + bytes(count), tool_calls=self.tool_calls + 1,
+            tool_seconds=self.tool_seconds + call.seconds, session=call.session)
+
+    def last_turn(self) -> bytes:
+        """Token ids that the model has written since the last tool's output."""
+        return self.response[4 * (self.mask.rfind(0) + 1) :]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,6 +121,21 @@ class Trajectory(msgspec.Struct):
     @property
     def num_response_tokens(self) -> int:
         return len(self.response) // 4
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call of a sample that has been made, and what came of it: the record that keeps it from being made twice.
+
+    number: counts the sample's calls from 0; turn: token ids of the model's turn that asked for it; output: token ids
+    that follow it; session: the tools' memory of the sample afterwards; seconds: how long it took.
+    """
+
+    sample: str
+    number: int
+    turn: bytes
+    output: bytes
+    session: bytes
+    seconds: float
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:

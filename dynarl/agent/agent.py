@@ -29,9 +29,8 @@ from dynarl.agent.roles import Roles
 from dynarl.agent.state_moves import StateMoves
 from dynarl.agent.supervisor import Supervisor, WorkerProcess
 from dynarl.agent.work import Work
-from dynarl.dataflow.store import Store
 from dynarl.rpc import Link
-from dynarl.wire import Trajectory
+from dynarl.wire import ToolCall, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class Agent:
         self._controller_socket.connect(self._controller_address)
         self.supervisor = Supervisor(self.node, address, self._log_dir, self._worker_died)
         self.workers = Link(self._worker_socket, WorkerEvents(self), routed=True)
-        self.peers = Link(self._peer_socket, PeerRequests(self.work.store), routed=True)
+        self.peers = Link(self._peer_socket, PeerRequests(self.work), routed=True)
         orders = Orders(self, self.work, self.roles, self.state_moves)
         self.controller = Link(self._controller_socket, orders, routed=False, lasting=True)
 
@@ -322,8 +321,12 @@ class WorkerEvents:
 class PeerRequests:
     """What other agents may ask for."""
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, work: Work):
+        self._work = work
 
     async def on_fetch(self, peer: str, samples: list[str]) -> list[Trajectory]:
-        return self._store.get(samples)
+        return self._work.store.get(samples)
+
+    async def on_tool_call(self, peer: str, sample: str, number: int, turn: bytes) -> ToolCall | None:
+        """What came of a tool call made here, once it is done; None for one that was not made here."""
+        return await self._work.turns.tools.known(sample, number, turn) if self._work.turns else None

@@ -96,7 +96,7 @@ class Roles:
             ended = ", ".join(late) or "none"
             raise wire.CallError(f"hand-outs did not end within {limit_s:g} s; ended: {ended}") from None
         if self.active == "rollout":
-            result["given_up"] = await self._work.on_abort(peer, limit_s)
+            result["given_up"] = await self._work.on_abort(peer, limit_s=limit_s)
         else:
             result["unstarted"] = await self._work.give_back_leases(self.active, limit_s)
         return result

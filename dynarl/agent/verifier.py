@@ -34,8 +34,8 @@ class Verdict:
 NO_VERDICT = Verdict(0.0, False, timed_out=True)
 
 
-class Verifier:
-    """`call(method, timeout_s=, **args)` reaches the environment worker; `restart()` replaces it by a fresh one.
+class Seat:
+    """One environment worker: `call(method, timeout_s=, **args)` reaches it; `restart()` replaces it by a fresh one.
 
     Questions go one at a time, and a process is replaced between two of them, never beside one. Say `process_died` when
     it ends by itself, before its open calls fail; then the next question is asked of a new one.
@@ -45,7 +45,6 @@ class Verifier:
         self._call, self._restart, self._timeout_s = call, restart, timeout_s
         self._turn = asyncio.Lock()
         self._gone = False
-        self._prompts: dict[tuple[str, int], bytes] = {}
 
     def process_died(self) -> None:
         self._gone = True
@@ -66,6 +65,14 @@ class Verifier:
         except BaseException:
             self._gone = True
             raise
+
+
+class Verifier(Seat):
+    """The seat that writes prompts and gives verdicts."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]], restart: Callable[[], Awaitable[None]], timeout_s: float):
+        super().__init__(call, restart, timeout_s)
+        self._prompts: dict[tuple[str, int], bytes] = {}
 
     async def prompts(self, split: str, indices: list[int]) -> dict[int, bytes]:
         """Token ids (int32 bytes) of these prompts, asked for once each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Iterable
@@ -14,7 +15,9 @@ import zmq
 from dynarl import keys, wire
 from dynarl.agent.gate import Gate
 from dynarl.agent.supervisor import WorkerProcess
-from dynarl.agent.verifier import Verifier
+from dynarl.agent.tools import Tools, ToolSeat
+from dynarl.agent.turns import Turns
+from dynarl.agent.verifier import Seat, Verifier
 from dynarl.dataflow import routing
 from dynarl.dataflow.store import Store
 from dynarl.rpc import Link
@@ -33,7 +36,10 @@ class Work:
         self._agent, self._gate = agent, gate
         self.store = Store()
         self.verifier: Verifier | None = None
-        self.requests: dict[str, dict[str, Any]] = {}  # sample -> {"worker", "split", "prompt"}, while a rollout worker has it
+        self.turns: Turns | None = None  # of a task with tools
+        # sample -> {worker, split, prompt, answer: Trajectory so far, at_tool, and what else an engine is told}, while the
+        # rollout worker has it or (at_tool) a tool is at it
+        self.requests: dict[str, dict[str, Any]] = {}
         self._homes: dict[str, str] = {}  # sample -> the worker that had it last
         self._leases: dict[int, dict] = {}  # lease -> {"leader", "workers", "left", "found"}
         self._environment_open: dict[str, Any] = {}
@@ -45,9 +51,10 @@ class Work:
         """
         held = [sample for sample in self.requests if self.store.has_part(sample)] if worker.role == "rollout" else []
         self.workers_ended(worker.role)
-        if worker.role == "environment" and self.verifier is not None:
-            self.verifier.process_died()
-            self._agent.controller.spawn(self.verifier.revive())
+        seats: list[Seat | None] = [self.verifier, *(self.turns.tools.seats if self.turns else ())]
+        if worker.role == "environment" and worker.device < len(seats) and (seat := seats[worker.device]) is not None:
+            seat.process_died()
+            self._agent.controller.spawn(seat.revive())
         return held
 
     def workers_ended(self, role: str) -> None:
@@ -60,7 +67,9 @@ class Work:
         }
 
     def is_busy(self, worker: str) -> bool:
-        return any(request["worker"] == worker for request in self.requests.values()) or any(
+        return any(
+            request["worker"] == worker and not request["at_tool"] for request in self.requests.values()
+        ) or any(
             worker in lease["left"] for lease in self._leases.values()
         )
 
@@ -92,14 +101,24 @@ class Work:
         self, peer: str, task: dict, seed: int, limit_s: float, tokenizer_dir: str | None = None
     ) -> None:
         self._environment_open = {"task": task, "seed": seed, "tokenizer_dir": tokenizer_dir}
-        self.verifier = Verifier(self._call_environment, self._restart_environment, limit_s)
-        await self._call_environment("open", **self._environment_open)
+        self.verifier = self._seat(Verifier, 0, limit_s)
+        opened = await self._call_environment(0, "open", **self._environment_open)
+        if opened["call_end"] is not None:
+            seats = [self._seat(ToolSeat, device, task["tool_timeout_s"]) for device in range(1, 1 + task["tool_workers"])]
+            tools = Tools(seats, self.store, opened["call_end"], opened["no_answer"])
+            self.turns = Turns(self._agent, self, self._gate, tools, task["max_tool_calls"])
+            await asyncio.gather(*(self._restart_environment(device) for device in range(1, 1 + len(seats))))
 
-    async def _call_environment(self, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
-        return await self._agent.call_worker(self._agent.supervisor.name_of("environment", 0), method, timeout_s=timeout_s, **args)
+    def _seat(self, kind: type, device: int, limit_s: float) -> Any:
+        call, restart = self._call_environment, self._restart_environment
+        return kind(functools.partial(call, device), functools.partial(restart, device), limit_s)
 
-    async def _restart_environment(self) -> None:
-        name = self._agent.supervisor.name_of("environment", 0)
+    async def _call_environment(self, device: int, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
+        name = self._agent.supervisor.name_of("environment", device)
+        return await self._agent.call_worker(name, method, timeout_s=timeout_s, **args)
+
+    async def _restart_environment(self, device: int) -> None:
+        name = self._agent.supervisor.name_of("environment", device)
         if (worker := self._agent.supervisor.workers.get(name)) is not None:
             worker.expected_to_end = True
             self._agent.supervisor.kill(name)
@@ -108,10 +127,10 @@ class Work:
         self._agent.workers.peer_gone(name, f"{name} was ended")
         if self._agent.stopping:  # Slurm ends a job by ending all its processes at once
             return
-        worker = self._agent.supervisor.start("environment", 0, **self._agent.start_settings["environment"])
+        worker = self._agent.supervisor.start("environment", device, **self._agent.start_settings["environment"])
         try:
             await worker.up
-            await self._call_environment("open", **self._environment_open)
+            await self._call_environment(device, "open", **self._environment_open)
         except RuntimeError:
             if not self._agent.stopping:
                 raise
@@ -154,16 +173,28 @@ class Work:
         places = self._places(names, [r["sample"] for r in requests])
         batches: dict[str, list[dict]] = defaultdict(list)
         for request in requests:
-            sample = request["sample"]
+            sample, prompt = request["sample"], prompts[wire.prompt_of(request["sample"])]
+            name = self._homes[sample] = places[sample]
             if so_far := partial.get(sample):
                 self.store.put(so_far)  # what is sampled from here on is added to it
-            name = self._homes[sample] = places[sample]
-            self.requests[sample] = {"worker": name, "split": split, "prompt": prompts[wire.prompt_of(sample)]}
-            batches[name].append({
-                "sample": sample, "prompt": prompts[wire.prompt_of(sample)],
-                "response": so_far.response if so_far else b"", "logprobs": so_far.rollout_logprobs if so_far else b"",
-                "max_response_tokens": max_response_tokens, "temperature": temperature, "seed": seed})
+            entry = self.requests[sample] = {
+                "worker": name, "split": split, "prompt": prompt, "at_tool": False,
+                "answer": so_far or Trajectory(sample, prompt, b"", b""),
+                "max_response_tokens": max_response_tokens, "temperature": temperature, "seed": seed}
+            if self.turns and self.turns.may_call(entry):
+                self._agent.controller.spawn(self.turns.use_tool(entry, request["holder"], holders))
+                entry["at_tool"] = True  # at once, and not when that begins
+            else:
+                batches[name].append(self.for_engine(entry))
         await asyncio.gather(*(self._agent.call_worker(name, "submit", requests=batch) for name, batch in batches.items()))
+
+    def for_engine(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """The request that an engine gets, fields of `roles.rollout.engine.Request`."""
+        answer: Trajectory = entry["answer"]
+        return {"sample": answer.sample, "prompt": entry["prompt"], "response": answer.response,
+                "logprobs": answer.rollout_logprobs, "tool_calls": answer.tool_calls,
+                "stop_ids": [self.turns.tools.call_end] if self.turns else [],
+                **{name: entry[name] for name in ("max_response_tokens", "temperature", "seed")}}
 
     def parts_came(self, worker: str, parts: list[dict]) -> None:
         """Keep what a rollout worker has sampled of answers that go on: all that is left of them should it die."""
@@ -197,24 +228,30 @@ class Work:
         answers = await asyncio.gather(
             *(self._agent.call_or_end(name, "abort", limit_s, samples=samples) for name in self._agent.of_role("rollout"))
         )
-        given_up = []
-        for partial in (p for answer in answers for p in answer):
-            request = self.requests.pop(partial["sample"], None)
-            if request is None:
-                continue
-            self.store.put(Trajectory(partial["sample"], request["prompt"], partial["response"], partial["logprobs"],
-                                      finish="abort", version=partial["version"]))
-            given_up.append({"sample": partial["sample"], "tokens": len(partial["response"]) // 4})
-        return given_up
+        parts = []
+        for part in (p for answer in answers for p in answer):
+            if (entry := self.requests.pop(part["sample"], None)) is not None:
+                parts.append(entry["answer"].sampled(part["response"], part["logprobs"], "abort", part["version"]))
+        # Tools go on; what comes of them is for the node that takes the answer over.
+        at_tool = [sample for sample, entry in self.requests.items() if entry["at_tool"]]
+        for sample in at_tool if samples is None else set(at_tool) & set(samples):
+            parts.append(msgspec.structs.replace(self.requests.pop(sample)["answer"], finish="abort"))
+        for part in parts:
+            self.store.put(part)
+        return [{"sample": part.sample, "tokens": part.num_response_tokens} for part in parts]
 
     async def sample_finished(self, sample: str, response: bytes, logprobs: bytes, finish: str, version: int) -> None:
-        request = self.requests.pop(sample, None)
-        if request is None:
+        entry = self.requests.get(sample)
+        if entry is None or entry["at_tool"]:
             return
-        verdict = await self.verifier.score(sample, request["split"], wire.prompt_of(sample), response)
-        trajectory = Trajectory(
-            sample, request["prompt"], response, logprobs, reward=verdict.reward, finish=finish, version=version
-        )
+        trajectory = entry["answer"] = entry["answer"].sampled(response, logprobs, finish, version)
+        if finish == "stop" and self.turns and self.turns.asks_for_tool(trajectory):
+            if self.turns.may_call(entry):
+                return await self.turns.use_tool(entry)
+            finish = trajectory.finish = "length"
+        del self.requests[sample]
+        verdict = await self.verifier.score(sample, entry["split"], wire.prompt_of(sample), response)
+        trajectory.reward = verdict.reward
         self.store.put(trajectory)
         await self._agent.controller.emit(
             "",
@@ -224,6 +261,9 @@ class Work:
             correct=verdict.correct,
             timed_out=verdict.timed_out,
             tokens=trajectory.num_response_tokens,
+            masked_tokens=trajectory.num_masked_tokens,
+            tool_calls=trajectory.tool_calls,
+            tool_seconds=trajectory.tool_seconds,
             prompt_tokens=trajectory.num_prompt_tokens,
             finish=finish,
             version=version,
@@ -271,7 +311,8 @@ class Work:
         """Accumulate the gradient of demonstrations ({prompt, response}) on these devices."""
         payload = [
             msgspec.to_builtins(
-                Trajectory(f"0:{lease}:{i}", s["prompt"], s["response"], b"", b""), builtin_types=(bytes,)
+                Trajectory(f"0:{lease}:{i}", s["prompt"], s["response"], b"", b"", mask=s.get("mask", b"")),
+                builtin_types=(bytes,),
             )
             for i, s in enumerate(samples)
         ]
@@ -307,13 +348,14 @@ class Work:
         async def fetch(holder: str, samples: list[str]) -> list[Trajectory]:
             if holder == self._agent.node:
                 return self.store.get(samples)
-            answer = await self._peer(holders[holder]).call("", "fetch", timeout_s=FETCH_TIMEOUT_S, samples=samples)
+            answer = await self.peer(holders[holder]).call("", "fetch", timeout_s=FETCH_TIMEOUT_S, samples=samples)
             return msgspec.convert(answer, list[Trajectory])
 
         parts = await asyncio.gather(*(fetch(h, s) for h, s in by_holder.items()))
         return {t.sample: t for part in parts for t in part}
 
-    def _peer(self, address: str) -> Link:
+    def peer(self, address: str) -> Link:
+        """The link to another agent."""
         if address not in self._peers:
             socket = self._agent.context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IDENTITY, self._agent.node.encode())
@@ -332,11 +374,15 @@ class Work:
 
 
 def compare(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """How far the engine's token probabilities are from the trainer's: sums and maximum of |p_engine - p_trainer|."""
+    """How far the engine's probabilities of the tokens that it sampled are from the trainer's: sums and maximum of
+    |p_engine - p_trainer|."""
     total, largest, count = 0.0, 0.0, 0
     for trajectory in trajectories:
         engine = np.frombuffer(trajectory.rollout_logprobs, dtype="<f4").astype(np.float64)
         trainer = np.frombuffer(trajectory.old_logprobs, dtype="<f4").astype(np.float64)
+        if trajectory.mask:
+            sampled = np.frombuffer(trajectory.mask, dtype=bool)
+            engine, trainer = engine[sampled], trainer[sampled]
         if len(engine):
             difference = np.abs(np.exp(engine) - np.exp(trainer))
             total, largest, count = (

@@ -122,7 +122,7 @@ class Model(Section):
 class Task(Section):
     """Prompts and verifier."""
 
-    name: Annotated[str, doc("arithmetic, or package.module:Class for a task of your own (docs/tasks.md)")] = (
+    name: Annotated[str, doc("arithmetic, tools, or package.module:Class for a task of your own (docs/tasks.md)")] = (
         "arithmetic"
     )
     args: Annotated[dict[str, int | float | str | bool | list[int]], doc("arguments of the task")] = {}
@@ -130,6 +130,9 @@ class Task(Section):
     eval_size: Annotated[Count, doc("held-out prompts")] = 128
     eval_temperature: Annotated[NonNegative, doc("0 is greedy")] = 0.0
     verify_timeout_s: Annotated[NonNegative, doc("a verifier that takes longer is killed; the answer scores 0")] = 5.0
+    max_tool_calls: Annotated[Count, doc("tool calls in one answer; one that asks for more is cut")] = 8
+    tool_timeout_s: Annotated[NonNegative, doc("a tool that takes longer is killed; the model is told so")] = 10.0
+    tool_workers: Annotated[Positive, doc("tool calls that a node runs at a time, for tasks that have tools")] = 1
 
 
 class Algorithm(Section):

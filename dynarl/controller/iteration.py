@@ -46,6 +46,8 @@ class Tally:
     correct: int = 0
     timed_out: int = 0
     prompt_tokens: int = 0
+    tool_calls: list[int] = field(default_factory=list)  # of each answer
+    tool_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
     generated_at: float = 0.0
     scored_at: float = 0.0
@@ -98,6 +100,7 @@ class Iteration:
         self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
         self._advantages: dict[str, dict[str, tuple[float, float]]] = {}  # group -> sample -> (advantage, weight)
+        self._masked: dict[str, int] = {}  # sample -> its tokens that tools wrote
         self._stats: dict[str, dict[str, float]] = {}
         self.num_flat_groups = 0
         self._counted_at, self._counted_roles = time.monotonic(), dict(epochs.roles)
@@ -238,7 +241,8 @@ class Iteration:
     # --- what comes back
 
     def event_finished(self, node: str, *, sample: str, reward: float, correct: bool, timed_out: bool, tokens: int,
-                       prompt_tokens: int, finish: str, version: int) -> None:
+                       prompt_tokens: int, finish: str, version: int, masked_tokens: int = 0, tool_calls: int = 0,
+                       tool_seconds: float = 0.0) -> None:
         group = self.ledger.groups.get(wire.group_of(sample))
         if group is None or self.ledger.running.get(sample) != node or version != self.weights.version:
             return
@@ -247,6 +251,9 @@ class Iteration:
         self.tally.timed_out += timed_out
         self.tally.prompt_tokens += prompt_tokens
         self.requests.router.finished(sample, tokens, prompt_tokens)
+        self.tally.tool_calls.append(tool_calls)
+        self.tally.tool_seconds += tool_seconds
+        self._masked[sample] = masked_tokens
         if full is not None:
             self._completed.append(full)
             self._settle(full)
@@ -267,7 +274,13 @@ class Iteration:
 
     def counted_tokens(self, groups: list[Group]) -> int:
         """Response tokens of these groups that count in the loss."""
-        return sum(int(group.tokens[s] * self._advantages[group.name][s][1]) for group in groups for s in group.samples)
+        return sum(int((group.tokens[s] - self._masked[s]) * self._advantages[group.name][s][1])
+                   for group in groups for s in group.samples)
+
+    @property
+    def num_masked_tokens(self) -> int:
+        """Response tokens that tools wrote."""
+        return sum(self._masked.values())
 
     def advantages(self) -> list[float]:
         return [advantage for group in self._advantages.values() for advantage, _ in group.values()]

@@ -49,6 +49,13 @@ def of_iteration(
     }
     if "kl_loss" in stats:
         data["actor/kl_loss"] = stats["kl_loss"] / tokens
+    if calls := sum(run.tally.tool_calls):
+        data |= {
+            "tools/calls/mean": statistics.fmean(run.tally.tool_calls),
+            "tools/calls/max": max(run.tally.tool_calls),
+            "tools/seconds/mean": run.tally.tool_seconds / calls,  # of a call, its wait for a free worker included
+            "tools/masked_tokens_frac": run.num_masked_tokens / sum(lengths),
+        }
     if run.tally.scored_at:
         data["timing_s/old_log_prob"] = run.tally.scored_at - began
     if scores.get("tokens"):

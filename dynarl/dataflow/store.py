@@ -1,12 +1,13 @@
-"""Trajectories held by one node, by sample id. Other nodes fetch them; the controller only knows where they are."""
+"""Trajectories held by one node, by sample id, and the tool calls made for them.
+
+Other nodes fetch them; the controller only knows where they are.
+"""
 
 from __future__ import annotations
 
 from typing import Iterable
 
-import msgspec
-
-from dynarl.wire import Trajectory
+from dynarl.wire import ToolCall, Trajectory
 
 
 class Store:
@@ -22,6 +23,7 @@ class Store:
 
     def __init__(self) -> None:
         self._samples: dict[str, Trajectory] = {}
+        self._calls: dict[tuple[str, int], ToolCall] = {}
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -41,8 +43,7 @@ class Store:
         held = self._samples.get(sample) or Trajectory(sample, prompt, b"", b"")
         if held.num_response_tokens >= start:
             tokens, given = held.response[: 4 * start], held.rollout_logprobs[: 4 * start]
-            self.put(msgspec.structs.replace(
-                held, response=tokens + response, rollout_logprobs=given + logprobs, finish="abort", version=version))
+            self.put(held.sampled(tokens + response, given + logprobs, "abort", version))
 
     def has_part(self, sample: str) -> bool:
         """Whether an unfinished answer with at least one token is here."""
@@ -53,9 +54,22 @@ class Store:
         """Raises KeyError naming the first sample that is not held here."""
         return [self._samples[sample] for sample in samples]
 
+    def record(self, call: ToolCall) -> None:
+        """Keep what came of a tool call, to be done before it is used: whoever needs it again finds it here."""
+        self._calls[call.sample, call.number] = call
+
+    def call(self, sample: str, number: int, turn: bytes) -> ToolCall | None:
+        """The call number `number` of a sample, if it is the one that `turn` asks for.
+
+        An answer that was lost and begun again may have come to another call.
+        """
+        call = self._calls.get((sample, number))
+        return call if call is not None and call.turn == turn else None
+
     def forget(self, iteration: int) -> None:
         """Drop every sample of iterations up to and including `iteration`."""
         self._samples = {s: t for s, t in self._samples.items() if int(s.split(":", 1)[0]) > iteration}
+        self._calls = {key: call for key, call in self._calls.items() if int(key[0].split(":", 1)[0]) > iteration}
 
 
 def _stage(trajectory: Trajectory) -> tuple[int, bool, bool, int]:

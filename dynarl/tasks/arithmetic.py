@@ -12,7 +12,6 @@ Questions and the verdict on the final answer are reasoning-gym's; the demonstra
 from __future__ import annotations
 
 import functools
-import hashlib
 import random
 from typing import Annotated, Any
 
@@ -20,11 +19,10 @@ import msgspec
 from msgspec import Meta
 
 from dynarl.tasks import gym
-from dynarl.tasks.base import Score, Task, check_split
+from dynarl.tasks.base import Score, Task, check_split, is_held_out
 
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
 MARKER = "\nanswer: "
-HELD_OUT_ONE_IN = 8
 # For one more held-out question. Eight draws are enough as long as there are plenty.
 MOST_DRAWS = 20_000
 
@@ -133,11 +131,6 @@ class Arithmetic(Task):
     def _make_dataset(self, num_terms: int) -> Any:
         digits = {"min_digits": self.args.min_digits, "max_digits": self.args.max_digits}
         return gym.create_dataset("arithmetic", "chain_sum", min_terms=num_terms, max_terms=num_terms, seed=0, **digits)
-
-
-def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the eval split: a property of its text, whatever the seed."""
-    return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
 def worked_steps(expression: str) -> str:

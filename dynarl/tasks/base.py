@@ -1,4 +1,4 @@
-"""What a task is: questions by index, a verifier, demonstrations, a vocabulary.
+"""What a task is: questions by index, a verifier, demonstrations, a vocabulary, and tools if it has any.
 
 A task is procedural: question `index` of a split is the same in every process, at every time, and costs nothing to
 keep. So only indices travel between nodes, and a restarted environment worker has lost nothing.
@@ -6,14 +6,18 @@ keep. So only indices travel between nodes, and a restarted environment worker h
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Sequence
 
 import msgspec
 
-KNOWN_TASKS = {"arithmetic": "dynarl.tasks.arithmetic:Arithmetic"}
+from dynarl.tasks.tools.base import Tool
+
+KNOWN_TASKS = {"arithmetic": "dynarl.tasks.arithmetic:Arithmetic", "tools": "dynarl.tasks.toolbox:Toolbox"}
 SPLITS = ("train", "eval")
+HELD_OUT_ONE_IN = 8
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -24,7 +28,15 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Task(ABC):
-    """Base of all tasks. `args` is the job's `task.args`, `seed` its `run.seed`. Texts are plain strings."""
+    """Base of all tasks. `args` is the job's `task.args`, `seed` its `run.seed`. Texts are plain strings.
+
+    A task with tools: the model writes `<call>search Vorrin</call>` and finds `<result>...</result>` behind it. The marks
+    are those below; `call_end`, at which generation stops, must be one token of the tokenizer that is used.
+    """
+
+    call_begin, call_end = "<call>", "</call>"
+    output_begin, output_end = "<result>", "</result>"
+    max_output_chars = 200  # of one answer of a tool; the rest is cut off
 
     def __init__(self, args: dict[str, Any], seed: int):
         self.seed = seed
@@ -38,12 +50,25 @@ class Task(ABC):
         """Judge a response (the prompt is not part of it, nor the end-of-sequence token)."""
 
     @abstractmethod
-    def demonstration(self, index: int) -> tuple[str, str]:
-        """(question, response) number `index` for the supervised warm start; never a held-out question."""
+    def demonstration(self, index: int) -> tuple[str, str | Sequence[str]]:
+        """(question, response) number `index` for the supervised warm start; never a held-out question.
+
+        A response with tool calls is given as the turns of the model; what the tools answer in between comes from them.
+        """
 
     @abstractmethod
     def symbols(self) -> list[str]:
         """The strings that a tokenizer made for this task has as tokens; a longer one wins over a shorter."""
+
+    def tools(self) -> dict[str, Tool]:
+        """The tools of this task, by the names that the model calls them by."""
+        return {}
+
+    def parse_call(self, turn: str) -> tuple[str, str]:
+        """(tool, arguments) that a turn of the model ending in `call_end` asks for; no such tool need be there."""
+        _, _, call = turn.removesuffix(self.call_end).rpartition(self.call_begin)
+        name, _, arguments = call.strip().partition(" ")
+        return name, arguments
 
 
 def open_task(name: str, args: dict[str, Any], seed: int) -> Task:
@@ -67,3 +92,8 @@ def check_split(split: str, index: int) -> None:
         raise ValueError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
     if index < 0:
         raise ValueError(f"prompt index {index} is negative")
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a question, or what it is about, belongs to the eval split: a property of its text, whatever the seed."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % HELD_OUT_ONE_IN == 0

@@ -34,6 +34,13 @@ class Codec:
         """Token ids of a text; nothing is added before or after."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def token(self, text: str) -> int:
+        """The id of a text that is a single token. Raises ValueError when it is not."""
+        ids = self.encode(text)
+        if len(ids) != 1 or self._tokenizer.decode(ids, skip_special_tokens=False) != text:
+            raise ValueError(f"{text!r} is not one token of the tokenizer, but {ids}")
+        return ids[0]
+
     def decode(self, ids: list[int]) -> str:
         """The text up to the first end-of-sequence token. Other special tokens stay visible, so they spoil an answer."""
         if self.eos_id in ids:

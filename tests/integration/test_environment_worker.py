@@ -75,7 +75,7 @@ def test_prompts_scores_and_demonstrations_agree(client, tmp_path):
     opened = client.call("open", task=TASK, seed=1, tokenizer_dir=None)
     client.call("save_tokenizer", dir=str(tmp_path / "tok"))
     codec = tokenizer.load(tmp_path / "tok")
-    assert opened == {"vocab_size": codec.vocab_size, "eos_id": codec.eos_id}
+    assert opened == {"vocab_size": codec.vocab_size, "eos_id": codec.eos_id, "call_end": None, "no_answer": b""}
 
     prompts = client.call("prompts", split="train", indices=[5, 3])
     assert [prompt["index"] for prompt in prompts] == [5, 3]

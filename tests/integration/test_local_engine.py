@@ -120,6 +120,22 @@ def test_an_answer_ends_with_the_end_token_or_at_its_limit(models, tmp_path):
     assert (again.finish, again.response, again.logprobs) == ("stop", output.response, output.logprobs)
 
 
+def test_an_answer_stops_at_a_stop_token_and_goes_on_behind_what_was_put_there(models):
+    """A tool's turn: what is sampled behind it depends on the tokens, and not on who wrote them."""
+    engine = LocalEngine(models[0], 0)
+    whole = run(engine, [request(1)])["0:1:0"]
+    tokens = wire.unpack_ids(whole.response)
+    stop = next(token for token in tokens[5:] if token not in tokens[:5])
+    first = run(engine, [request(1, stop_ids=[stop])])["0:1:0"]
+    assert first.finish == "stop" and wire.unpack_ids(first.response) == tokens[: tokens.index(stop) + 1]
+    # With the very tokens that it would have sampled as the tool's output, the answer is the undisturbed one.
+    at = len(first.response) // 4 + 6
+    response, logprobs = whole.response[: 4 * at], first.logprobs + wire.pack_floats([0.0] * 6)
+    rest = run(engine, [request(1, response=response, logprobs=logprobs, tool_calls=1)])["0:1:0"]
+    assert rest.response == whole.response
+    assert wire.unpack_floats(rest.logprobs)[at:] == pytest.approx(wire.unpack_floats(whole.logprobs)[at:], abs=1e-5)
+
+
 def test_the_positions_of_the_model_are_a_limit(models):
     engine = LocalEngine(models[0], 0)
     output = run(engine, [request(0, 10_000)])["0:0:0"]

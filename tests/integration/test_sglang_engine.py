@@ -127,6 +127,16 @@ def test_abort_of_all_returns_every_request_once_and_none_finishes_later(worker,
     assert figures["running"] == figures["waiting"] == 0
 
 
+def test_an_answer_stops_at_a_stop_token(worker, models):
+    tokens = wire.unpack_ids(local(models[0], 1, [request(4, temperature=0.0)])["0:4:0"].response)
+    stop = next(token for token in tokens[5:] if token not in tokens[:5])
+    requests = [request(4, temperature=0.0, stop_ids=[stop])]
+    worker.call("submit", requests=requests)
+    data = finished(worker, 1)["0:4:0"]
+    assert_same(data, local(models[0], 1, requests)["0:4:0"])
+    assert wire.unpack_ids(data["response"])[-1] == stop
+
+
 def test_weights_are_updated_in_place_and_running_requests_go_on_under_them(worker, models):
     whole = long_request(models[0], 0.0) | {"sample": "2:0:0"}
     worker.call("submit", requests=[whole])

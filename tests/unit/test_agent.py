@@ -228,7 +228,7 @@ def test_prompts_are_written_in_the_vocabulary_that_the_job_names(tmp_path):
         prompts = []
         for directory in (None, str(tmp_path / "model")):
             await desk.call("open_environment", task={"name": "arithmetic"}, seed=1, limit_s=5.0, tokenizer_dir=directory)
-            prompts.append(await desk.agent.work._call_environment("prompts", split="train", indices=[0]))
+            prompts.append(await desk.agent.work._call_environment(0, "prompts", split="train", indices=[0]))
         assert prompts[0] != prompts[1]
 
     at_desk(tmp_path, scenario)
@@ -280,7 +280,8 @@ def test_an_environment_that_dies_is_there_again_for_the_next_answer(tmp_path):
         await desk.call("open_environment", task={"name": "troubled_task:Troubled", "args": {"marker": str(tmp_path / "died")}}, seed=1,
                         limit_s=5.0)
         for index in (3, 0):  # the process dies of the first, once
-            desk.agent.work.requests[f"1:{index}:0"] = {"worker": "n1-rollout-0", "split": "train", "prompt": b""}
+            desk.agent.work.requests[f"1:{index}:0"] = {
+                "worker": "n1-rollout-0", "split": "train", "prompt": b"", "at_tool": False, "answer": Trajectory(f"1:{index}:0", b"", b"", b"")}
         await asyncio.gather(*(desk.agent.work.sample_finished(f"1:{index}:0", b"", b"", "stop", 7) for index in (3, 0)))
         while len(desk.events) < 2:
             await asyncio.sleep(0.01)

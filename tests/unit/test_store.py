@@ -1,7 +1,7 @@
 import pytest
 
 from dynarl.dataflow.store import Store
-from dynarl.wire import Trajectory, pack_floats, pack_ids
+from dynarl.wire import ToolCall, Trajectory, pack_floats, pack_ids
 
 S = "3:17:0"
 
@@ -90,3 +90,14 @@ def test_a_part_continues_what_another_node_has_begun():
     store.put(answer(4))
     store.extend(**part(4, 3))
     assert store.get([S])[0].response == pack_ids(range(7))
+
+
+def test_a_tool_call_is_found_by_what_asked_for_it_until_its_iteration_is_forgotten():
+    store = Store()
+    call = ToolCall("3:17:0", 1, b"turn", b"output", b"", 0.1)
+    store.record(call)
+    assert store.call("3:17:0", 1, b"turn") == call
+    assert store.call("3:17:0", 0, b"turn") is store.call("3:17:1", 1, b"turn") is None
+    assert store.call("3:17:0", 1, b"another turn") is None, "an answer begun again may come to another call"
+    store.forget(3)
+    assert store.call("3:17:0", 1, b"turn") is None

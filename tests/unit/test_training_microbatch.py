@@ -55,3 +55,16 @@ def test_logprobs_stay_float32_on_the_wire():
     batch = microbatch.collate(SAMPLES[:1], CPU)
     data = microbatch.split(torch.tensor([-0.25, -1.75], dtype=torch.bfloat16), batch, SAMPLES[:1])
     assert unpack_floats(data["0:0:0"]) == [-0.25, -1.75]
+
+
+def test_what_a_tool_wrote_weighs_nothing_and_the_rest_what_its_sample_does():
+    samples = [dict(SAMPLES[0], weight=0.5), dict(SAMPLES[1], mask=b"\1\0\0\1"), dict(SAMPLES[2], mask=b"")]
+    batch = microbatch.collate(samples, CPU)
+    assert microbatch.token_weights(batch, samples, CPU).tolist() == [0.5, 0.5, 1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("mask", [b"\1\0\0", b"\1\0\0\1\1"])
+def test_a_mask_of_another_length_is_refused(mask):
+    samples = [SAMPLES[0], dict(SAMPLES[1], mask=mask)]
+    with pytest.raises(ValueError, match="0:0:1.*a mask of"):
+        microbatch.token_weights(microbatch.collate(samples, CPU), samples, CPU)

@@ -63,8 +63,8 @@ def weights_of(trainer):
     return {name: value.detach().clone() for name, value in trainer.params.items()}
 
 
-def gradients(trainer, samples):
-    trainer.begin("grpo")
+def gradients(trainer, samples, loss="grpo"):
+    trainer.begin(loss)
     [stats] = trainer.train([samples])
     return trainer.gradient_buffers()[0].clone(), stats
 
@@ -102,6 +102,33 @@ def test_a_masked_sample_leaves_no_trace_in_gradient_loss_or_token_count(model_d
         assert masked_stats[key] == pytest.approx(stats[key], rel=1e-5), key
     counted, _ = gradients(trainer, [sample("a"), sample("b", 35)])
     assert (counted - plain).norm() > 0.1 * plain.norm()
+
+
+MASK = bytes([1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1])
+
+
+def one_token_each(whole, wanted):
+    """The tokens of `wanted` as samples of their own: what stands before a token is its prompt, so no mask is needed."""
+    for at, is_wanted in enumerate(wanted):
+        if is_wanted:
+            of_token = {name: whole[name][4 * at : 4 * at + 4] for name in ("response", "rollout_logprobs", "old_logprobs")}
+            yield dict(whole, sample=f"0:9:{at}", prompt=whole["prompt"] + whole["response"][: 4 * at], mask=b"", **of_token)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "sft"])
+def test_the_gradient_is_the_sum_of_those_of_the_sampled_tokens_each_alone(model_dir, loss):
+    trainer = build(model_dir)
+    logprobs = wire.pack_floats([0.0 if m == 0 else -3.0 - 0.1 * at for at, m in enumerate(MASK)])
+    whole = dict(sample("0:0:0", length=len(MASK)), rollout_logprobs=logprobs, old_logprobs=logprobs, mask=MASK, weight=0.5)
+    by_hand, hand_stats = gradients(trainer, list(one_token_each(whole, MASK)), loss)
+    masked, stats = gradients(trainer, [whole], loss)
+    assert (masked - by_hand).norm() < 1e-5 * by_hand.norm()
+    assert stats["tokens"] == hand_stats["tokens"] == 0.5 * sum(MASK)
+    for name in set(stats) - {"samples", "padded_tokens"}:
+        assert stats[name] == pytest.approx(hand_stats[name], rel=1e-4, abs=1e-5), name
+    for wrong in (MASK[1:] + b"\1", b"\1" + MASK[:-1], b""):  # shifted by one, or not heeded
+        other, _ = gradients(trainer, [dict(whole, mask=wrong)], loss)
+        assert (other - by_hand).norm() > 1e-2 * by_hand.norm()
 
 
 def test_padding_beside_a_longer_sample_changes_nothing(model_dir):

@@ -40,8 +40,8 @@ def job(**failure) -> SimpleNamespace:
     lost = []
     stage = SimpleNamespace(lost=lost, worker_lost=lambda node, role, held: lost.append((node, role, list(held))))
     return SimpleNamespace(
-        config=Config(failure=Failure(**failure)), fleet=Fleet(), journal=Journal(), home=HOME, stage=stage, staging=asyncio.Lock(),
-        staged=dict.fromkeys(HOME, 3), weights=SimpleNamespace(version=3), epochs=SimpleNamespace(roles=HOME),
+        config=Config(failure=Failure(**failure)), fleet=Fleet(), journal=Journal(), home=HOME, stage=stage,
+        staging=SimpleNamespace(lock=asyncio.Lock(), versions=dict.fromkeys(HOME, 3)), weights=SimpleNamespace(version=3), epochs=SimpleNamespace(roles=HOME),
         trainer=SimpleNamespace(staged=lambda node, version: f"/staging/v{version}"))
 
 

@@ -28,9 +28,10 @@ ABORT = "abort"
 class Request(msgspec.Struct):
     """One answer to be sampled, or gone on with.
 
-    prompt, response: int32 token ids; logprobs: float32, one per token of `response` (what was sampled so far, empty
-    for a fresh request). max_response_tokens counts the tokens of `response` too. temperature 0 is greedy.
-    tool_calls: those that the answer has made so far; with more of them a waiting request goes first.
+    prompt, response: int32 token ids; logprobs: float32, one per token of `response` (what was sampled so far, or
+    written by tools; empty for a fresh request). max_response_tokens counts the tokens of `response` too. temperature 0
+    is greedy. stop_ids: tokens that end the answer as an end-of-sequence token does. tool_calls: those that the answer
+    has made so far; with more of them a waiting request goes first.
     A token depends on the logits, on (seed, sample) and on its position in the sequence alone.
     """
 
@@ -41,11 +42,12 @@ class Request(msgspec.Struct):
     logprobs: bytes = b""
     temperature: float = 1.0
     seed: int = 0
+    stop_ids: list[int] = []
     tool_calls: int = 0
 
 
 class Output(msgspec.Struct):
-    """An answer, whole ("stop": it ends with an end-of-sequence token; "length") or partial ("abort").
+    """An answer, whole ("stop": it ends with an end-of-sequence or stop token; "length") or partial ("abort").
 
     logprobs: of each token under softmax(logits / temperature), of the plain softmax where temperature is 0.
     version: of the weights that sampled the last token here; start_version: the first. Both are the engine's version

@@ -181,7 +181,7 @@ class LocalEngine(Engine):
 
     def _finish(self, running: Running) -> str | None:
         """How this answer has ended, None if it goes on."""
-        if running.response and running.response[-1] in self._config.eos:
+        if running.response and (running.response[-1] in self._config.eos or running.response[-1] in running.request.stop_ids):
             return STOP
         if len(running.response) >= running.request.max_response_tokens or len(running.tokens) >= self._config.max_position:
             return LENGTH

@@ -189,6 +189,7 @@ class SGLangEngine(Engine):
                 "temperature": request.temperature,
                 "max_new_tokens": self._room(pending),
                 "sampling_seed": stream_key(request.seed, request.sample),
+                "stop_token_ids": request.stop_ids,
             },
         }
 

@@ -67,6 +67,19 @@ def per_sample(batch: MicroBatch, values: Sequence[float], device: torch.device)
     return torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(batch.counts)).to(device)
 
 
+def token_weights(batch: MicroBatch, samples: Sequence[Sample], device: torch.device) -> Tensor:
+    """What each response token counts in the loss and in its denominator, [N] float32: the sample's weight, and 0 for a
+    token that a tool wrote. Raises ValueError where a mask is not that of its response."""
+    weights_N = per_sample(batch, [sample.get("weight", 1.0) for sample in samples], device)
+    if not any(sample.get("mask") for sample in samples):
+        return weights_N
+    for sample, count in zip(samples, batch.counts):
+        if sample.get("mask") and len(sample["mask"]) != count:
+            raise ValueError(f"sample {sample['sample']!r}: a mask of {len(sample['mask'])} for {count} response tokens")
+    mask = b"".join(sample.get("mask") or b"\1" * count for sample, count in zip(samples, batch.counts))
+    return weights_N * _from_bytes(mask, torch.uint8).to(device)
+
+
 def split(values_N: Tensor, batch: MicroBatch, samples: Sequence[Sample]) -> dict[str, bytes]:
     """Values [N] back to one float32 byte string per sample id."""
     data, at, result = values_N.float().cpu().numpy().tobytes(), 0, {}

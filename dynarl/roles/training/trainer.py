@@ -309,7 +309,7 @@ class Trainer:
         if self.loss == "grpo":
             logits_NV = logits_NV / self.config.algorithm.temperature
         logprobs_N = token_logprobs(logits_NV, batch.targets_N, vocab, tp)
-        weight_N = microbatch.per_sample(batch, [sample.get("weight", 1.0) for sample in samples], self.device)
+        weight_N = microbatch.token_weights(batch, samples, self.device)
         if samples is NOTHING:
             return logprobs_N.sum(), {}
         if self.loss == "sft":
