@@ -102,7 +102,7 @@ class Trajectory(msgspec.Struct):
             self, response=response, rollout_logprobs=logprobs, finish=finish, version=version, mask=mask)
 
     def answered(self, call: ToolCall, most_tokens: int) -> Trajectory:
-        """This answer with a tool's output behind it, of which as much is taken as `most_tokens` in all leave room for."""
+        """This answer with a tool's output behind it, cut where the answer would have more than `most_tokens`."""
         output = call.output[: 4 * max(0, most_tokens - self.num_response_tokens)]
         count = len(output) // 4
         return msgspec.structs.replace(

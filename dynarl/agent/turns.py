@@ -1,7 +1,7 @@
 """Answers with tool calls at one node: the model's turn ends, a tool has its turn, the engine goes on behind that.
 
-That a call is open is seen from the tokens alone: the answer so far ends with the token that hands over. So an answer can
-be given back at any time, before the call, during it or after it, and whoever goes on with it knows what to do.
+That a call is open is seen from the tokens alone: the answer so far ends with the token that hands over. So an answer
+can be given back at any time, before the call, during it or after it, and whoever goes on with it knows what to do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Turns:
         return (self.asks_for_tool(answer) and answer.tool_calls < self._most_calls
                 and answer.num_response_tokens < entry["max_response_tokens"])
 
-    async def use_tool(self, entry: dict[str, Any], holder: str | None = None, holders: dict[str, str] | None = None) -> None:
+    async def use_tool(
+        self, entry: dict[str, Any], holder: str | None = None, holders: dict[str, str] | None = None
+    ) -> None:
         """Make the call that an answer ends in, or find what came of it, and have the engine go on behind that.
 
         holder: node where the answer was before; the call may be in flight there.

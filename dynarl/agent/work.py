@@ -37,8 +37,8 @@ class Work:
         self.store = Store()
         self.verifier: Verifier | None = None
         self.turns: Turns | None = None  # of a task with tools
-        # sample -> {worker, split, prompt, answer: Trajectory so far, at_tool, and what else an engine is told}, while the
-        # rollout worker has it or (at_tool) a tool is at it
+        # sample -> {worker, split, prompt, answer: Trajectory so far, at_tool, and what else an engine is told}, while
+        # the rollout worker has it or (at_tool) a tool is at it
         self.requests: dict[str, dict[str, Any]] = {}
         self._homes: dict[str, str] = {}  # sample -> the worker that had it last
         self._leases: dict[int, dict] = {}  # lease -> {"leader", "workers", "left", "found"}
@@ -104,10 +104,11 @@ class Work:
         self.verifier = self._seat(Verifier, 0, limit_s)
         opened = await self._call_environment(0, "open", **self._environment_open)
         if opened["call_end"] is not None:
-            seats = [self._seat(ToolSeat, device, task["tool_timeout_s"]) for device in range(1, 1 + task["tool_workers"])]
+            devices = range(1, 1 + task["tool_workers"])
+            seats = [self._seat(ToolSeat, device, task["tool_timeout_s"]) for device in devices]
             tools = Tools(seats, self.store, opened["call_end"], opened["no_answer"])
             self.turns = Turns(self._agent, self, self._gate, tools, task["max_tool_calls"])
-            await asyncio.gather(*(self._restart_environment(device) for device in range(1, 1 + len(seats))))
+            await asyncio.gather(*(self._restart_environment(device) for device in devices))
 
     def _seat(self, kind: type, device: int, limit_s: float) -> Any:
         call, restart = self._call_environment, self._restart_environment

@@ -30,8 +30,8 @@ class Score(msgspec.Struct, frozen=True):
 class Task(ABC):
     """Base of all tasks. `args` is the job's `task.args`, `seed` its `run.seed`. Texts are plain strings.
 
-    A task with tools: the model writes `<call>search Vorrin</call>` and finds `<result>...</result>` behind it. The marks
-    are those below; `call_end`, at which generation stops, must be one token of the tokenizer that is used.
+    A task with tools: the model writes `<call>search Vorrin</call>` and finds `<result>...</result>` behind it. The
+    marks are those below; `call_end`, at which generation stops, must be one token of the tokenizer that is used.
     """
 
     call_begin, call_end = "<call>", "</call>"

@@ -1,12 +1,12 @@
 r"""Small questions that need a tool: a product, a made-up fact, both in turn, or a few lines of Python.
 
-    multiply   347 * 582 =                      <call>calculator 347*582</call><result>201954</result>\nanswer: 201954
-    lookup     How high is Mount Keldar?        <call>search Keldar</call><result>Mount Keldar is 418 metres high.</result>\nanswer: 418
-    chain      The height of Mount Keldar * 37 =          a search, then the calculator
-    digits     The sum of the digits of 347 ** 23 =       <call>python print(sum(map(int,str(347**23))))</call> ...
+    multiply   347 * 582 =                  <call>calculator 347*582</call><result>201954</result>\nanswer: 201954
+    lookup     How high is Mount Keldar?    <call>search Keldar</call><result>Mount Keldar is 418 metres high....
+    chain      The height of Mount Keldar * 370 =      a search, then the calculator
+    digits     The sum of the digits of 347 ** 23 =    <call>python print(sum(map(int,str(347**23))))</call>...
 
-Demonstrations mix answers with calls and answers given at once, mostly the latter, so a warm-started model guesses; that
-a call pays is what reinforcement learning finds out. The facts (corpus.txt beside the tools) are nowhere else.
+Demonstrations mix answers with calls and answers given at once, mostly the latter, so a warm-started model guesses;
+that a call pays is what reinforcement learning finds out. The facts (corpus.txt beside the tools) are nowhere else.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class Toolbox(Task):
         marks = [self.call_begin, self.call_end, self.output_begin, self.output_end, MARKER]
         words = [*(f"{name} " for name in TOOLS), "error: ", "no answer", *PROGRAM, ASK_DIGITS, " * ", " ** ", " ="]
         letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-        return list(dict.fromkeys([*marks, *words, *sorted(phrases), *sorted(names), *"0123456789", *letters, *" *+-/.:'()"]))
+        characters = [*"0123456789", *letters, *" *+-/.:'()"]
+        return list(dict.fromkeys([*marks, *words, *sorted(phrases), *sorted(names), *characters]))
 
     def _make_problem(self, stream: str, index: int) -> Problem:
         """Draw until the problem belongs to the split."""

@@ -17,9 +17,19 @@ pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
 # A model that has just begun to write calls: some are right, some are none.
-SETTINGS = ("cluster.nodes=3", "split.rollout=2", "task.max_tool_calls=3", "task.eval_size=0", "warm_start.steps=60", "warm_start.lr=0.01",
-            "policy.dwell_s=0.0", "algorithm.max_prompt_tokens=16", "algorithm.max_response_tokens=64", "algorithm.prompts_per_step=6",
-            f"cluster.env.PYTHONPATH={ROOT}:{ROOT}/tests/integration")
+SETTINGS = (
+    "cluster.nodes=3",
+    "split.rollout=2",
+    "task.max_tool_calls=3",
+    "task.eval_size=0",
+    "warm_start.steps=60",
+    "warm_start.lr=0.01",
+    "policy.dwell_s=0.0",
+    "algorithm.max_prompt_tokens=16",
+    "algorithm.max_response_tokens=64",
+    "algorithm.prompts_per_step=6",
+    f"cluster.env.PYTHONPATH={ROOT}:{ROOT}/tests/integration",
+)
 
 
 def answers(job: JobRun) -> dict[str, int]:
@@ -34,15 +44,25 @@ def metrics(job: JobRun) -> list[dict[str, float]]:
 
 def test_every_tool_call_is_made_once_while_nodes_leave_rollout_in_the_midst_of_calls(minislurm, tmp_path: Path):
     log = tmp_path / "calls"
-    job = JobRun.submit(minislurm(nodes=3), tmp_path / "runs", *SETTINGS, "run.iterations=6", "task.name=slow_toolbox:SlowToolbox",
-                        f"task.args={{log: {log}, kinds: multiply lookup chain, tools: calculator search, called: 1.0}}")
+    job = JobRun.submit(
+        minislurm(nodes=3),
+        tmp_path / "runs",
+        *SETTINGS,
+        "run.iterations=6",
+        "task.name=slow_toolbox:SlowToolbox",
+        f"task.args={{log: {log}, kinds: multiply lookup chain, tools: calculator search, called: 1.0}}",
+    )
     assert job.wait(240)["state"] == "completed", job.story()
     assert answers(job) == {"trained": 6 * 24, "lost": 0, "doubled": 0}
     steps = metrics(job)
     calls = round(sum(24 * step.get("tools/calls/mean", 0.0) for step in steps))
     assert calls > 30, "the model has to call tools"
     assert len(log.read_text().splitlines()) == calls
-    elsewhere = [int(n) for path in rundir.logs(job.run, 1).glob("*rollout*") for n in re.findall(r"of which (\d+) were begun elsewhere", path.read_text())]
+    elsewhere = [
+        int(n)
+        for path in rundir.logs(job.run, 1).glob("*rollout*")
+        for n in re.findall(r"of which (\d+) were begun elsewhere", path.read_text())
+    ]
     assert sum(elsewhere) > 0, "answers have to move"
     for step, record in zip(steps, job.records("step_committed"), strict=True):
         tokens = 24 * step["response_length/mean"] * (1 - step.get("tools/masked_tokens_frac", 0.0))
@@ -51,10 +71,21 @@ def test_every_tool_call_is_made_once_while_nodes_leave_rollout_in_the_midst_of_
 
 
 def test_killed_tool_and_rollout_workers_cost_no_sample_and_programs_run_in_their_sandbox(minislurm, tmp_path: Path):
-    job = JobRun.submit(minislurm(nodes=3), tmp_path / "runs", *SETTINGS, "run.iterations=1000", "task.name=tools",
-                        "task.args={kinds: digits chain, called: 1.0}")
+    job = JobRun.submit(
+        minislurm(nodes=3),
+        tmp_path / "runs",
+        *SETTINGS,
+        "run.iterations=1000",
+        "task.name=tools",
+        "task.args={kinds: digits chain, called: 1.0}",
+    )
     job.until(lambda: len(job.records("step_committed")) >= 2, 180, "two iterations")
-    pids = {pid for node in ("n2", "n3") for pid, command in job.cluster.job_processes(node).items() if re.search("n[23]-environment-1", command)}
+    pids = {
+        pid
+        for node in ("n2", "n3")
+        for pid, command in job.cluster.job_processes(node).items()
+        if re.search("n[23]-environment-1", command)
+    }
     assert len(pids) == 2
     for pid in pids:
         kill(pid)

@@ -35,8 +35,13 @@ def test_only_the_number_after_the_last_marker_counts_and_only_if_the_model_wrot
     a, b = task.question("eval", 0).removesuffix(" =").split(" * ")
     right = int(a) * int(b)
     verdicts = {
-        f"{MARKER}{right}": 1.0, f"<call>calculator {a}*{b}</call><result>{right}</result>{MARKER}{right}": 1.0,
-        f"{MARKER}1{MARKER}{right}": 1.0, f"{MARKER}{right}{MARKER}1": 0.0, f"{right}": 0.0, "": 0.0, MARKER: 0.0,
+        f"{MARKER}{right}": 1.0,
+        f"<call>calculator {a}*{b}</call><result>{right}</result>{MARKER}{right}": 1.0,
+        f"{MARKER}1{MARKER}{right}": 1.0,
+        f"{MARKER}{right}{MARKER}1": 0.0,
+        f"{right}": 0.0,
+        "": 0.0,
+        MARKER: 0.0,
         f"{MARKER}{right}<call>python print()</call><result></result>": 0.0,
         f"<call>python x</call><result>{MARKER}{right}</result>": 0.0,
     }
@@ -47,7 +52,9 @@ def test_only_the_number_after_the_last_marker_counts_and_only_if_the_model_wrot
 def test_what_is_held_out_is_never_trained_on_or_demonstrated():
     tasks = [Toolbox(WITHOUT_PYTHON, seed) for seed in (1, 2)]
     held_out = {task.question("eval", i) for task in tasks for i in range(600)}
-    seen = {task.question("train", i) for task in tasks for i in range(600)} | {task.demonstration(i)[0] for task in tasks for i in range(600)}
+    seen = {task.question("train", i) for task in tasks for i in range(600)} | {
+        task.demonstration(i)[0] for task in tasks for i in range(600)
+    }
     assert held_out.isdisjoint(seen)
     names = {fact.name for fact in facts() if is_held_out(fact.name)}
     assert 10 < len(names) < 30 and not any(name in question for name in names for question in seen)
@@ -57,7 +64,9 @@ def test_what_is_held_out_is_never_trained_on_or_demonstrated():
 
 def test_questions_depend_on_seed_split_and_index_alone():
     first, second = Toolbox({}, 1), Toolbox({}, 1)
-    assert [first.question("train", i) for i in range(50)] == [second.question("train", i) for i in reversed(range(50))][::-1]
+    assert [first.question("train", i) for i in range(50)] == [
+        second.question("train", i) for i in reversed(range(50))
+    ][::-1]
     assert [first.question("train", i) for i in range(50)] != [Toolbox({}, 2).question("train", i) for i in range(50)]
 
 
@@ -70,7 +79,11 @@ def test_calls_are_demonstrated_as_often_as_asked_for():
 def test_every_text_of_the_task_has_its_tokens():
     task = Toolbox({"called": 1.0, "unconfined_python": True}, 1)
     codec = tokenizer.build(task.symbols())
-    texts = [*corpus(), *(task.question("train", i) for i in range(200)), *("".join(task.demonstration(i)[1]) for i in range(200))]
+    texts = [
+        *corpus(),
+        *(task.question("train", i) for i in range(200)),
+        *("".join(task.demonstration(i)[1]) for i in range(200)),
+    ]
     for text in texts:
         assert codec.decode(codec.encode(text)) == text
     assert codec.decode([codec.token(mark) for mark in (task.call_begin, task.call_end)]) == "<call></call>"
@@ -78,10 +91,16 @@ def test_every_text_of_the_task_has_its_tokens():
         codec.token("12")
 
 
-@pytest.mark.parametrize("args, text", [
-    ({"kinds": "divide"}, "unknown divide; known are multiply"), ({"kinds": ""}, "empty"), ({"tools": "hammer"}, "unknown hammer"),
-    ({"digit": 3}, "digit"), ({"digits": 0}, "digits"),
-])
+@pytest.mark.parametrize(
+    "args, text",
+    [
+        ({"kinds": "divide"}, "unknown divide; known are multiply"),
+        ({"kinds": ""}, "empty"),
+        ({"tools": "hammer"}, "unknown hammer"),
+        ({"digit": 3}, "digit"),
+        ({"digits": 0}, "digits"),
+    ],
+)
 def test_wrong_arguments_are_named(args, text):
     with pytest.raises(ValueError, match=text):
         open_task("tools", args, 1)

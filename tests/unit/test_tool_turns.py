@@ -1,4 +1,4 @@
-"""Answers with tool calls at agents: real environment workers, a pretended rollout worker, and the test as its engine."""
+"""Answers with tool calls at agents: real environment workers, a pretended rollout worker, the test as its engine."""
 
 import asyncio
 import time
@@ -30,23 +30,56 @@ class Scene:
         return await self.desk.link.call(node, method, timeout_s=15, **args)
 
     async def open(self, node="n1", **settings):
-        await self.call(node, "start_worker", role="environment", device=0, python=None, device_kind="cpu", limit_s=15.0,
-                        env={"PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"})
-        task = {"name": "tool_task:Waiting", "args": {"log": str(self.log)}, "max_tool_calls": 3, "tool_timeout_s": 5.0, "tool_workers": 1}
+        await self.call(
+            node,
+            "start_worker",
+            role="environment",
+            device=0,
+            python=None,
+            device_kind="cpu",
+            limit_s=15.0,
+            env={"PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"},
+        )
+        task = {
+            "name": "tool_task:Waiting",
+            "args": {"log": str(self.log)},
+            "max_tool_calls": 3,
+            "tool_timeout_s": 5.0,
+            "tool_workers": 1,
+        }
         await self.call(node, "open_environment", task=task | settings, seed=1, limit_s=5.0)
         await self.start_rollout(node)
 
     async def start_rollout(self, node):
-        await self.call(node, "start_worker", role="rollout", device=0, python=str(self.desk.python), device_kind="cpu", limit_s=10.0,
-                        env={"PRETEND_ABORT": "[]"})
+        await self.call(
+            node,
+            "start_worker",
+            role="rollout",
+            device=0,
+            python=str(self.desk.python),
+            device_kind="cpu",
+            limit_s=10.0,
+            env={"PRETEND_ABORT": "[]"},
+        )
 
     async def second_node(self):
         scratch = self.directory / "n2"
         scratch.mkdir()
         first = self.desk.agent
         agent = self.agents["n2"] = Agent(
-            node="n2", home="rollout", rank=1, remapper=NoMPI(), controller=first._controller_address, key_dir=self.directory / "keys",
-            log_dir=self.directory / "logs", scratch=scratch, staging=scratch / "staging", host="127.0.0.1", mpi_library="", world_size=2)
+            node="n2",
+            home="rollout",
+            rank=1,
+            remapper=NoMPI(),
+            controller=first._controller_address,
+            key_dir=self.directory / "keys",
+            log_dir=self.directory / "logs",
+            scratch=scratch,
+            staging=scratch / "staging",
+            host="127.0.0.1",
+            mpi_library="",
+            world_size=2,
+        )
         self.desk.here.clear()
         agent.start()
         self.second = asyncio.create_task(agent.run())
@@ -60,8 +93,16 @@ class Scene:
 
     async def generate(self, node="n1", holder=None, sample=S, most=40):
         holders = {n: a.peer_address for n, a in self.agents.items()}
-        await self.call(node, "generate", requests=[{"sample": sample, "holder": holder}], split="train", temperature=1.0, seed=1,
-                        max_response_tokens=most, holders=holders)
+        await self.call(
+            node,
+            "generate",
+            requests=[{"sample": sample, "holder": holder}],
+            split="train",
+            temperature=1.0,
+            seed=1,
+            max_response_tokens=most,
+            holders=holders,
+        )
 
     async def submitted(self, count, node="n1"):
         """The requests that the rollout worker has got, once there are so many."""
@@ -77,8 +118,15 @@ class Scene:
         work = self.agents[node].work
         answer = work.requests[sample]["answer"]
         new = CODEC.encode(text)
-        return asyncio.create_task(work.sample_finished(
-            sample, answer.response + wire.pack_ids(new), answer.rollout_logprobs + wire.pack_floats([-1.0] * len(new)), finish, 7))
+        return asyncio.create_task(
+            work.sample_finished(
+                sample,
+                answer.response + wire.pack_ids(new),
+                answer.rollout_logprobs + wire.pack_floats([-1.0] * len(new)),
+                finish,
+                7,
+            )
+        )
 
     async def calls_made(self, count):
         while not self.log.exists() or len(self.log.read_text().splitlines()) < count:
@@ -117,7 +165,9 @@ def test_the_engine_goes_on_behind_what_the_tool_answered(tmp_path):
         assert second["tool_calls"] == 1 and second["stop_ids"] == CODEC.encode("</call>")
         await scene.engine_says("<call>wait 0.0</call>")
         third = (await scene.submitted(3))[2]
-        assert text_of(third["response"]).endswith("<call>wait 0.0</call><result>ok 2</result>"), "the tool's memory went along"
+        assert text_of(third["response"]).endswith("<call>wait 0.0</call><result>ok 2</result>"), (
+            "the tool's memory went along"
+        )
         await scene.engine_says("end")
         event = await scene.finished()
         assert (event["tokens"], event["masked_tokens"], event["tool_calls"], event["finish"]) == (19, 8, 2, "stop")
@@ -139,14 +189,18 @@ def test_a_call_in_flight_when_its_node_leaves_is_made_once_and_its_result_goes_
         began = time.monotonic()
         await scene.call("n1", "prepare", plan=PLAN | {"moves": {"n1": "training"}})
         quiet = await scene.call("n1", "quiesce", epoch=1, limit_s=10.0)
-        assert quiet["given_up"] == [{"sample": S, "tokens": 6}] and time.monotonic() - began < 0.6, "the move does not wait for the tool"
+        assert quiet["given_up"] == [{"sample": S, "tokens": 6}] and time.monotonic() - began < 0.6, (
+            "the move does not wait for the tool"
+        )
         await scene.generate("n2", holder="n1")
         (request,) = await scene.submitted(1, "n2")
         assert text_of(request["response"]) == "<call>wait 0.8</call><result>ok 1</result>"
         assert await scene.calls_made(1) == ["0.8"] and not scene.desk.agent.work.requests
         await scene.engine_says("end", "n2")
         assert (await scene.finished())["tool_calls"] == 1
-        assert scene.agents["n2"].work.store.call(S, 0, wire.pack_ids(CODEC.encode("<call>wait 0.8</call>"))) is not None
+        assert (
+            scene.agents["n2"].work.store.call(S, 0, wire.pack_ids(CODEC.encode("<call>wait 0.8</call>"))) is not None
+        )
 
     on_scene(tmp_path, scenario)
 
@@ -228,7 +282,10 @@ def test_a_tool_that_hangs_or_dies_is_not_tried_again_and_the_model_is_told(tmp_
         await scene.open(tool_timeout_s=0.5)
         await scene.generate()
         await scene.engine_says(f"<call>wait {arguments}</call>")
-        assert text_of((await scene.submitted(2))[1]["response"]) == f"<call>wait {arguments}</call><result>error: no answer</result>"
+        assert (
+            text_of((await scene.submitted(2))[1]["response"])
+            == f"<call>wait {arguments}</call><result>error: no answer</result>"
+        )
         await scene.engine_says("<call>wait 0</call>")
         assert text_of((await scene.submitted(3))[2]["response"]).endswith("<call>wait 0</call><result>ok 1</result>")
         assert await scene.calls_made(2) == [arguments, "0"]
@@ -273,9 +330,22 @@ def test_in_demonstrations_the_real_tool_answers_and_is_masked(tmp_path):
         await scene.open()
         (demonstration,) = await scene.call("n1", "demonstrations", start=0, count=1)
         ids = wire.unpack_ids(demonstration["response"])
-        assert CODEC.decode(ids) == "<call>wait 0</call><result>ok 1</result><call>wait 0.0</call><result>ok 2</result>end"
-        assert ids[-1] == CODEC.eos_id and demonstration["mask"] == bytes([1] * 4 + [0] * 4 + [1] * 6 + [0] * 4 + [1, 1])
-        await scene.call("n1", "start_worker", role="training", device=0, python=str(scene.desk.python), env={}, device_kind="cpu", limit_s=10.0)
+        assert (
+            CODEC.decode(ids) == "<call>wait 0</call><result>ok 1</result><call>wait 0.0</call><result>ok 2</result>end"
+        )
+        assert ids[-1] == CODEC.eos_id and demonstration["mask"] == bytes(
+            [1] * 4 + [0] * 4 + [1] * 6 + [0] * 4 + [1, 1]
+        )
+        await scene.call(
+            "n1",
+            "start_worker",
+            role="training",
+            device=0,
+            python=str(scene.desk.python),
+            env={},
+            device_kind="cpu",
+            limit_s=10.0,
+        )
         await scene.call("n1", "demonstrate", lease=1, devices=[0], samples=[demonstration])
         calls = await scene.call("n1", "worker", role="training", device=0, method="calls", args={})
         (trained,) = [args["samples"][0] for name, args in calls if name == "train"]

@@ -7,7 +7,9 @@ S = "3:17:0"
 
 def sampled(answer: Trajectory, tokens: list[int], finish: str = "stop") -> Trajectory:
     """As an engine gives it back: all tokens so far, each new one with log-probability -token."""
-    return answer.sampled(answer.response + pack_ids(tokens), answer.rollout_logprobs + pack_floats([-t for t in tokens]), finish, 4)
+    return answer.sampled(
+        answer.response + pack_ids(tokens), answer.rollout_logprobs + pack_floats([-t for t in tokens]), finish, 4
+    )
 
 
 def output(number: int, tokens: list[int]) -> ToolCall:

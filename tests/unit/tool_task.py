@@ -41,4 +41,16 @@ class Waiting(Task):
         return {"wait": Wait(self.log)}
 
     def symbols(self):
-        return ["<call>", "</call>", "<result>", "</result>", "wait ", "ok ", "die", "end", "error: ", "no answer", *"0123456789."]
+        return [
+            "<call>",
+            "</call>",
+            "<result>",
+            "</result>",
+            "wait ",
+            "ok ",
+            "die",
+            "end",
+            "error: ",
+            "no answer",
+            *"0123456789.",
+        ]

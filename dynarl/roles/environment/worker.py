@@ -32,8 +32,8 @@ class EnvironmentWorker(Worker):
 
         In the answer, call_end is the token at which the model hands over to a tool (None: the task has none), and
         no_answer what the model gets from a tool that has to be ended.
-        Raises ValueError on an unknown task, unknown arguments or a tool that cannot work here, FileNotFoundError on a bad
-        tokenizer directory.
+        Raises ValueError on an unknown task, unknown arguments or a tool that cannot work here, FileNotFoundError on a
+        bad tokenizer directory.
         """
         self._task = open_task(task["name"], task.get("args", {}), seed)
         self._codec = tokenizer.load(tokenizer_dir) if tokenizer_dir else tokenizer.build(self._task.symbols())
@@ -62,7 +62,7 @@ class EnvironmentWorker(Worker):
         return {"sample": sample, "reward": score.reward, "correct": score.correct, "text": text}
 
     def do_call_tool(self, turn: bytes, session: bytes) -> dict[str, bytes]:
-        """Make the tool call that a turn of the model ends with. `session`: what former calls of the answer left, msgpack."""
+        """Make the tool call that a turn of the model ends with. `session`: what former calls of the answer left."""
         _, codec = self._opened()
         memory = msgspec.msgpack.decode(session) if session else {}
         output = self._run_tool(codec.decode(wire.unpack_ids(turn)), memory)

@@ -75,7 +75,7 @@ def token_weights(batch: MicroBatch, samples: Sequence[Sample], device: torch.de
         return weights_N
     for sample, count in zip(samples, batch.counts):
         if sample.get("mask") and len(sample["mask"]) != count:
-            raise ValueError(f"sample {sample['sample']!r}: a mask of {len(sample['mask'])} for {count} response tokens")
+            raise ValueError(f"sample {sample['sample']!r}: a mask of {len(sample['mask'])} for {count} tokens")
     mask = b"".join(sample.get("mask") or b"\1" * count for sample, count in zip(samples, batch.counts))
     return weights_N * _from_bytes(mask, torch.uint8).to(device)
 

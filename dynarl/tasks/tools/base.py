@@ -17,12 +17,12 @@ class Tool(ABC):
     def call(self, arguments: str, session: dict[str, Any]) -> str:
         """Answer one call. Raises ToolError, whose text the model sees, for arguments that cannot be answered.
 
-        session: what this answer's former calls left, plain values under names that the tools choose. It travels with the
-        answer from node to node; nothing else that a tool keeps does.
+        session: what this answer's former calls left, plain values under names that the tools choose. It travels with
+        the answer from node to node; nothing else that a tool keeps does.
         """
 
     def check(self) -> None:
-        """Find out, before the first call, whether the tool can work on this node. Raises ValueError with what to do."""
+        """Find out before the first call whether the tool can work on this node. Raises ValueError with what to do."""
 
 
 def run(tools: dict[str, Tool], name: str, arguments: str, session: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ JAIL = str(Path(__file__).with_name("jail.py"))
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program. memory_bytes: address space of each process; file_bytes: of all files together, and of one file."""
+    """Of one program. memory_bytes: address space of each process; file_bytes: of all its files together."""
 
     wall_s: float = 5.0
     cpu_s: int = 4
@@ -40,7 +40,7 @@ class Limits:
 class PythonTool(Tool):
     """`arguments` is a program; the answer is its standard output, followed by the last line of a traceback.
 
-    confined False: without namespaces, where a site forbids them: the program then has the network and the user's files.
+    confined False: without namespaces, where a site forbids them; the program has the network and the user's files.
     """
 
     def __init__(self, limits: Limits = Limits(), confined: bool = True):
@@ -52,8 +52,8 @@ class PythonTool(Tool):
 
     def call(self, arguments: str, session: dict[str, Any]) -> str:
         settings = {
-            "parent": os.getpid(), "confined": self._confined, "python": sys._base_executable, "prefix": sys.base_prefix,
-            **vars(self._limits)}
+            "parent": os.getpid(), "confined": self._confined, "python": sys._base_executable,
+            "prefix": sys.base_prefix, **vars(self._limits)}
         # The interpreter under a virtual environment: of that one's directory the program sees nothing.
         command = [sys._base_executable, "-I", "-S", "-B", JAIL, json.dumps(settings)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -69,9 +69,9 @@ class PythonTool(Tool):
                     stream.close()
         if status == REFUSED and not why:
             raise ValueError(
-                f"this node does not let the tool python confine a program ({errors.strip()}): it needs user namespaces "
-                "(sysctl user.max_user_namespaces), or set task.args.unconfined_python: true to run programs with the "
-                "network and the rights of the job")
+                f"this node does not let the tool python confine a program ({errors.strip()}): it needs user "
+                "namespaces (sysctl user.max_user_namespaces), or set task.args.unconfined_python: true to run programs "
+                "with the network and the rights of the job")
         lines = [line for line in (output.strip(), why or _last_line(errors)) if line]
         if not why and not errors and status == 128 + signal.SIGKILL:
             lines.append(f"error: killed; a program may take {self._limits.cpu_s} s of CPU time")

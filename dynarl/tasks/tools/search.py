@@ -1,7 +1,8 @@
 """The tool `search`: the sentence of a small corpus that a query fits best, by BM25.
 
-Score of document d for a query (Robertson and Zaragoza 2009, eq. 3.15, with the idf that is never negative):
-sum over its words t of log(1 + (n - n_t + 0.5) / (n_t + 0.5)) * f / (f + K1 * (1 - B + B * |d| / mean |d|)), f = count of t in d.
+Score of document d for a query (Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009,
+with the idf that is never negative): the sum over the query's words t, which occur f times in d, of
+log(1 + (n - n_t + 0.5) / (n_t + 0.5)) * f / (f + K1 * (1 - B + B * |d| / mean |d|)).
 """
 
 from __future__ import annotations
