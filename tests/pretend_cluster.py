@@ -19,6 +19,7 @@ from dynarl.wire import CallError
 
 WEIGHTS = Weights(version=7, digest="c0ffee")
 TICK_S = 0.001
+TURN = 7  # tokens after which a tool has its turn and writes one of them
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
@@ -137,7 +138,8 @@ class Cluster:
         await self.pause(20)  # the verifier
         node.held[sample] = request[0]
         self.iteration.event_finished(node.name, sample=sample, reward=float(wire.prompt_of(sample) % 2), correct=True, timed_out=False,
-                                      tokens=request[0], prompt_tokens=2, finish="stop", version=WEIGHTS.version)
+                                      tokens=request[0], prompt_tokens=2, finish="stop", version=WEIGHTS.version,
+                                      masked_tokens=request[0] // TURN, tool_calls=request[0] // TURN)
 
     async def report(self, every_s: float = 5 * TICK_S) -> None:
         """What rollout workers say of their load."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from pretend_cluster import WEIGHTS, Cluster, VirtualTime
+from pretend_cluster import TURN, WEIGHTS, Cluster, VirtualTime
 
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Policy, Rollout
@@ -69,6 +69,8 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
                 total += cluster.agents[node].buffer
             assert total == Counter(s for group in batch for s in group.samples), "the step would not be over its groups"
             assert sorted(iteration.ledger.trained(batch)) == sorted(total)
+            sampled = sum(cluster.lengths(s) - cluster.lengths(s) // TURN for s in total)
+            assert iteration.counted_tokens(batch) == sampled, "what tools wrote does not count"
             for node in cluster.agents.values():
                 node.buffer.clear()
         assert all(cluster.agents[n].active == r for n, r in epochs.roles.items())
