@@ -1,5 +1,9 @@
 """How an answer grows turn by turn, and which of its tokens are the model's."""
 
+import math
+
+import pytest
+
 from dynarl.wire import ToolCall, Trajectory, pack_floats, pack_ids, unpack_floats, unpack_ids
 
 S = "3:17:0"
@@ -35,6 +39,15 @@ def test_a_part_keeps_its_mask():
     part = sampled(answer, [5], finish="abort")
     assert (part.mask, part.finish, part.tool_calls) == (b"\1\0\1", "abort", 1)
     assert sampled(part, [6]).mask == b"\1\0\1\1"
+
+
+def test_the_engine_is_compared_with_the_trainer_on_what_it_sampled():
+    work = pytest.importorskip("dynarl.agent.work", exc_type=ImportError)
+    logprobs = [math.log(0.5), 0.0, math.log(0.25)]
+    answer = Trajectory(S, b"1234", pack_ids([7, 20, 8]), pack_floats(logprobs), mask=b"\1\0\1")
+    answer.old_logprobs = pack_floats([math.log(0.5), math.log(0.001), math.log(0.35)])
+    found = work.compare([answer])
+    assert found == pytest.approx({"rollout_probs_diff": 0.1, "rollout_probs_diff_max": 0.1, "tokens": 2.0}, abs=1e-6)
 
 
 def test_an_output_is_cut_where_the_answer_has_to_end():

@@ -47,8 +47,8 @@ class PythonTool(Tool):
         self._limits, self._confined = limits, confined
 
     def check(self) -> None:
-        if self.call("print(6 * 7)", {}) != "42":
-            raise ValueError("the sandbox of the tool python does not run programs on this node")
+        if (answer := self.call("print(6 * 7)", {})) != "42":
+            raise ValueError(f"the sandbox of the tool python runs no program on this node: {answer or 'no output'}")
 
     def call(self, arguments: str, session: dict[str, Any]) -> str:
         settings = {
