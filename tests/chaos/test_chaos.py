@@ -15,7 +15,7 @@ from dynarl.hypergraph.fold import fold
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-HANG_S = 10
+HANG_S = 20
 SETTINGS = (
     "run.iterations=100000", "cluster.time=0:30:00", "cluster.nodes=4", "split.rollout=2", "split.inference=1",
     "policy.dwell_s=0.0", "checkpoint.every=2", "failure.max_restarts=100", f"failure.give_back_s={HANG_S}",
