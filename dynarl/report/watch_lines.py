@@ -76,6 +76,7 @@ _TEXTS: dict[str, Callable[[Record], str | None]] = {
     "evaluated": lambda r: f"accuracy ({r['when']}): {_percent(r.get('accuracy'))} of {r.get('size')} held-out",
     "epoch_cancelled": lambda r: f"move cancelled: {r.get('reason')}",
     "epoch_refused": lambda r: f"move refused: {'; '.join(r['broken'])}",
+    "worker_rebooted": lambda r: f"ended: {r['role']} worker {r['device']} on {r['node']}: {r['reason']}",
     "worker_died": lambda r: f"died: {r['role']} worker {r['device']} on {r['node']}: {r.get('status')}",
     "layout_committed": lambda r: f"trainer in layout {r['layout']}: paused {r.get('pause_ms') or 0:.0f} ms",
     "layout_cancelled": lambda r: f"trainer stays as it is, not {r['layout']}: {r.get('reason')}",
