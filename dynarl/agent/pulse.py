@@ -33,7 +33,7 @@ class Pulse:
     >>> pulse.look(30.0, heard=30.0, busy=True, done=1), pulse.look(39.0, heard=39.0, busy=True, done=1)
     (None, None)
     >>> pulse.look(41.0, heard=41.0, busy=True, done=1)
-    'it answers, but has got nothing of its work done for 11 s'
+    'nothing of its work done for 11 s (last sign of life 0 s ago)'
     """
 
     limit_s: float
@@ -61,7 +61,8 @@ class Pulse:
         if now - self._alive > self.limit_s:
             return f"no sign of life for {now - self._alive:.0f} s"
         if now - self._moved > self.limit_s:
-            return f"it answers, but has got nothing of its work done for {now - self._moved:.0f} s"
+            heard_s = now - self._alive
+            return f"nothing of its work done for {now - self._moved:.0f} s (last sign of life {heard_s:.0f} s ago)"
         return None
 
     def is_quiet(self, now: float) -> bool:
