@@ -18,7 +18,7 @@ PERIOD_S = 0.5
 CUT_S = 5.0
 # While it is cut off, an agent connects again every 0.1 s.
 CUT = """end=$(($(date +%s) + {seconds}))
-while [ $(date +%s) -lt $end ]; do ss -K -tn dport = :{port} > /dev/null; sleep 0.05; done"""
+while [ $(date +%s) -lt $end ]; do ss -HK -tn dport = :{port}; sleep 0.05; done"""
 
 
 @dataclass
@@ -68,7 +68,9 @@ class Chaos:
     def _cut(self, node: str) -> None:
         commands = self.job.cluster.job_processes(node).values()
         port = next(match[1] for c in commands if (match := re.search(r"--controller tcp://[\d.]+:(\d+)", c)))
-        self.job.cluster.run_on(node, ["sh", "-c", CUT.format(seconds=int(CUT_S), port=port)])
+        done = self.job.cluster.run_on(node, ["sh", "-c", CUT.format(seconds=int(CUT_S), port=port)])
+        broken = done.stdout.count("ESTAB")
+        assert broken > CUT_S, f"{broken} connections were broken: it was connected all the time"
 
     def mended(self, struck: Struck) -> bool:
         """The journal explains what became of it, and all workers that died are there again."""
