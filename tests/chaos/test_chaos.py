@@ -15,15 +15,19 @@ from dynarl.hypergraph.fold import fold
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-HANG_S = 20
 SETTINGS = (
     "run.iterations=100000", "cluster.time=0:30:00", "cluster.nodes=4", "split.rollout=2", "split.inference=1",
-    "policy.dwell_s=0.0", "checkpoint.every=2", "failure.max_restarts=100", f"failure.give_back_s={HANG_S}",
-    f"failure.hang_s={{rollout: {HANG_S}, inference: {HANG_S}, training: {HANG_S}, environment: {HANG_S}}}",
+    "policy.dwell_s=0.0", "checkpoint.every=2", "failure.max_restarts=100",
 )
 ROLES = ("rollout", "inference", "training", "environment")
 # Longer than the slowest recovery: a hang that is noticed, all training workers started afresh, a checkpoint read.
 MENDED_S = 120
+
+
+def submit(minislurm, tmp_path: Path, hang_s: int, seed: int) -> tuple[JobRun, Chaos]:
+    limits = f"{{{', '.join(f'{role}: {hang_s}' for role in ROLES)}}}"
+    job = JobRun.submit(minislurm(nodes=4), tmp_path / "runs", *SETTINGS, f"failure.hang_s={limits}", f"failure.give_back_s={hang_s}")
+    return job, Chaos(job, ["n1", "n2", "n3", "n4"], seed)
 
 
 def survive(job: JobRun, chaos: Chaos, faults: list[tuple[str, str]], every: int, iterations: int) -> None:
@@ -64,8 +68,7 @@ def survive(job: JobRun, chaos: Chaos, faults: list[tuple[str, str]], every: int
 
 
 def test_one_fault_of_each_kind_loses_and_doubles_no_sample(minislurm, tmp_path: Path):
-    job = JobRun.submit(minislurm(nodes=4), tmp_path / "runs", *SETTINGS)
-    chaos = Chaos(job, ["n1", "n2", "n3", "n4"], seed=1)
+    job, chaos = submit(minislurm, tmp_path, hang_s=10, seed=1)
     faults = [("kill", "rollout"), ("cut", "inference"), ("slow", "rollout"), ("hang", "inference")]
     survive(job, chaos, faults, every=1, iterations=8)
 
@@ -73,7 +76,6 @@ def test_one_fault_of_each_kind_loses_and_doubles_no_sample(minislurm, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_fifty_iterations_of_chaos_lose_and_double_no_sample(minislurm, tmp_path: Path, seed: int):
-    job = JobRun.submit(minislurm(nodes=4), tmp_path / "runs", *SETTINGS)
-    chaos = Chaos(job, ["n1", "n2", "n3", "n4"], seed)
+    job, chaos = submit(minislurm, tmp_path, hang_s=20, seed=seed)
     faults = [*itertools.product(("kill", "hang"), ROLES), *itertools.product(("slow", "cut"), ROLES[:3])]
     survive(job, chaos, chaos.order(faults), every=3, iterations=50)
