@@ -90,7 +90,8 @@ class Roles:
         try:
             await self._gate.close(limit_s)
         except TimeoutError:
-            late = [name for name in self._agent.of_role(self.active) if self._agent.supervisor.workers[name].calls]
+            workers = self._agent.processes(self._agent.of_role(self.active))
+            late = [worker.name for worker in workers if worker.calls.keys() - {"ping"}]
             for name in late:
                 self._agent.supervisor.kill(name, f"a hand-out did not end within {limit_s:g} s")
             ended = ", ".join(late) or "none"
