@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from faults import Chaos
-from job_harness import JobRun, gone
+from job_harness import JobRun, gone, kill
 
 from dynarl.hypergraph.fold import fold
 
@@ -71,6 +73,29 @@ def test_one_fault_of_each_kind_loses_and_doubles_no_sample(minislurm, tmp_path:
     job, chaos = submit(minislurm, tmp_path, hang_s=10, seed=1)
     faults = [("kill", "rollout"), ("cut", "inference"), ("slow", "rollout"), ("hang", "inference")]
     survive(job, chaos, faults, every=1, iterations=8)
+
+
+def test_answers_of_killed_workers_are_what_they_would_have_been(minislurm, tmp_path: Path):
+    """With weights that stay as they are, the number of tokens in each step says that all answers are the same."""
+    settings = (
+        "run.iterations=6", "cluster.nodes=3", "split.rollout=2", "policy.name=static", "warm_start.steps=0", "task.eval_size=0",
+        "training.lr=0", "algorithm.truncated=keep", "algorithm.max_response_tokens=440", "model.max_position=512",
+        "model.hidden_size=64", "model.layers=4",
+    )
+    cluster, tokens, begun_elsewhere = minislurm(nodes=3), {}, 0
+    for disturbed in (False, True):
+        job = JobRun.submit(cluster, tmp_path / "runs", *settings)
+        for number, node in ((2, "n2"), (3, "n3"), (4, "n2")) if disturbed else ():
+            job.until(lambda: len(job.records("iteration_started")) >= number, 120, f"iteration {number}")
+            time.sleep(0.5)
+            kill(job.worker_pids("rollout", node)[0])
+            job.until(lambda: len(job.records("worker_died")) >= number - 1, 10, "the death is in the journal")
+        assert job.wait()["state"] == "completed", job.story()
+        tokens[disturbed] = [record["tokens"] for record in job.records("step_committed")]
+        texts = [path.read_text() for path in job.run.glob("logs/*/*rollout*.log")]
+        begun_elsewhere = sum(int(n) for text in texts for n in re.findall(r"of which (\d+) were begun elsewhere", text))
+    assert tokens[True] == tokens[False]
+    assert begun_elsewhere > 0, "no answer went on from where a dead worker had left it"
 
 
 @pytest.mark.slow
