@@ -119,6 +119,7 @@ class _Story:
         self._started_t: float | None = None
         self._iteration: int | None = None
         self._attempts = self._steps = 0
+        self._ended = ""
         self._decision: Entry | None = None  # the last one that moves somebody
         self._decisions: dict[int, Entry] = {}
         self._epoch: Record | None = None
@@ -136,7 +137,11 @@ class _Story:
         self._steps = 0
         self._started_t = r["t"] if self._started_t is None else self._started_t
         if self._attempts > 1:
-            self._add("recovery", r, f"start {r.get('attempt') or self._attempts} of the controller")
+            self._add("recovery", r, f"start {r.get('attempt') or self._attempts} of the controller", self._ended)
+        self._ended = "the one before left without a word"
+
+    def on_run_ended(self, r: Record) -> None:
+        self._ended = "the one before: " + r["state"] + (f", {r['reason']}" if r.get("reason") else "")
 
     def on_step_launched(self, r: Record) -> None:
         self._steps += 1

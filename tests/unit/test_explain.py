@@ -152,10 +152,12 @@ def test_recoveries_explain_themselves():
     assert [(e.what, e.reason, e.came) for e in told(*events)] == [
         ("rollout worker 0 on a was ended by its agent", "no token for 30 s", "a new one is up after 2.0s"),
         ("the trainer went back to the beginning", "", "goes on with iteration 1"),
-        ("start 2 of the controller", "", ""),
+        ("start 2 of the controller", "the one before left without a word", ""),
         ("the step was started again on b", "", ""),
         ("a checkpoint could not be written", "disk full", ""),
     ]
+    ended = ("run_ended", {"state": "requeued", "reason": "time limit near", "exit_code": 75})
+    assert told(ended, again)[0].reason == "the one before: requeued, time limit near"
     (entry,) = told(killed)
     assert (entry.result(), entry.reason) == ("not back yet", "killed")
 
