@@ -60,16 +60,14 @@ def _print_list(run: str, found: list[Entry], everything: bool) -> None:
     table = output.table(">at", ">iteration", ">number", "what", ">gain", "what came of it")
     for entry in shown:
         gain = entry.chosen.get("gain_s")
-        result = entry.result() or "-"
-        if entry.kind != "decision" and entry.reason:
-            result = f"{result} ({entry.reason})"
+        result, reason = entry.result(), entry.reason if entry.kind != "decision" else ""
         table.add_row(
             duration(entry.at_s),
             "-" if entry.iteration is None else str(entry.iteration),
             entry.label or "-",
             entry.what,
             f"{gain:.2f} s" if gain else "-",
-            result,
+            f"{result} ({reason})" if result and reason else result or reason or "-",
         )
     if shown:
         console.print(table)
