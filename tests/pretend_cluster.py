@@ -137,7 +137,7 @@ class Cluster:
         del node.requests[sample]
         await self.pause(20)  # the verifier
         node.held[sample] = request[0]
-        self.iteration.event_finished(node.name, sample=sample, reward=float(wire.prompt_of(sample) % 2), correct=True, timed_out=False,
+        self.iteration.event_finished(node.name, sample=sample, reward=self.reward(sample), correct=True, timed_out=False,
                                       tokens=request[0], prompt_tokens=2, finish="stop", version=WEIGHTS.version,
                                       masked_tokens=request[0] // TURN, tool_calls=request[0] // TURN)
 
@@ -149,6 +149,9 @@ class Cluster:
                 self.iteration.requests.router.figures(
                     node.name, asyncio.get_running_loop().time(), worker=f"{node.name}-rollout-0", tokens=node.made,
                     running=len(node.requests))
+
+    def reward(self, sample: str) -> float:
+        return float(random.Random(f"reward {sample}").randrange(2))
 
     def lengths(self, sample: str) -> int:
         return 1 + random.Random(sample).randrange(self.longest)
@@ -233,7 +236,10 @@ class Cluster:
         await self.hand_out(node, "inference", lease, samples)
 
     async def on_train(self, node, lease, devices, samples, holders):
-        assert all(s["advantage"] == 0.0 and s["weight"] == 1.0 for s in samples)
+        rewards = [self.reward(s["sample"]) for s in samples]
+        for item, reward in zip(samples, rewards):
+            # Relative to the whole group, wherever its members were made and in whatever order they finished.
+            assert abs(item["advantage"] - (reward - sum(rewards) / len(rewards))) < 1e-6 and item["weight"] == 1.0
         await self.hand_out(node, "training", lease, samples)
 
     # --- a change of roles

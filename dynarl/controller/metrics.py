@@ -45,6 +45,7 @@ def of_iteration(
         / (num_nodes * config.cluster.devices_per_node),
         "perf/tokens_per_s": sum(lengths) / seconds,
         "perf/time_per_step": seconds,
+        "alloc/moved_requests": run.requests.num_moved,
         "alloc/switch_count": sum(outcome.committed for outcome in run.tally.switches),
     }
     if "kl_loss" in stats:

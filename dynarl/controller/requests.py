@@ -19,7 +19,8 @@ REBALANCE_S = 0.5
 
 
 class Requests:
-    """The router decides who gets which; the ledger says who has it. `lives`: rollout workers that each node has lost.
+    """The router decides who gets which; the ledger says who has it. `lives`: rollout workers that each node has lost;
+    num_moved: requests that went from one rollout node to another while neither changed its role.
 
     at_work: nodes that take work of a role now; spawn: run a hand-out in the background, with what undoes it if it fails.
     """
@@ -30,6 +31,7 @@ class Requests:
         self._split, self._temperature = split, temperature
         self._at_work, self._spawn = at_work, spawn
         self.lives: Counter[str] = Counter()
+        self.num_moved = 0
         self._relocating: set[str] = set()  # nodes that are asked to give up some of their requests
         self._rebalance_at = 0.0
 
@@ -102,3 +104,4 @@ class Requests:
             if self.returned(source, partial) and target in self._at_work("rollout"):
                 self.router.handed_out([sample], clock())
                 self._send(target, [sample])
+                self.num_moved += 1

@@ -155,6 +155,7 @@ def test_requests_that_move_between_rollout_nodes_are_trained_once(seed, chaos_s
     cluster = run(homes(3, 0, 1), Policy(name="static"), seed, tmp_path, chaos_share=chaos_share, slow=["n1"], groups=16,
                   max_running=64, minibatches=2, membership="completion" if seed % 2 else "fixed")
     assert cluster.relocated or chaos_share, "nothing moved, so this shows nothing"
+    assert cluster.iteration.requests.num_moved <= cluster.relocated.total()
     # Each with its finished fellows wherever those are: the ledger knows the holder of every sample.
     spread = [group for group in cluster.iteration.ledger.groups.values() if cluster.relocated.keys() & set(group.samples)]
     assert any(len(set(group.holders.values())) > 1 for group in spread) or chaos_share
