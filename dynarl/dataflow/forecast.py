@@ -16,6 +16,8 @@ KEPT_LENGTHS = 4096
 FEW = 8
 # A reading over a shorter time is mostly noise.
 LEAST_S = 0.1
+# Loads at the two ends of a reading that differ by more say little of either.
+MOST_CHANGE = 1.8
 # Weight of a reading in the line after the next one has come; readings of one instance for its factor.
 FORGETTING, KEPT_STEPS = 0.98, 9
 # How far an instance is taken to be from the line at most, and the steps in which that is counted.
@@ -85,7 +87,8 @@ class Speeds:
             return
         self._last[instance] = now, tokens, running
         made, b = tokens - tokens_before, (running + running_before) / 2
-        if not (running and running_before and made > 0):  # idle in between, or a new engine
+        least, most = sorted((running, running_before))
+        if made <= 0 or not least or most > MOST_CHANGE * least:  # a new engine, idle, or of no one load
             return
         step_s = (now - before) * b / made
         self._steps.setdefault(instance, deque(maxlen=KEPT_STEPS)).append((b, step_s))

@@ -1,0 +1,96 @@
+import random
+
+import pytest
+
+from dynarl.dataflow.forecast import FEW, KEPT_LENGTHS, MOST_OCTAVES, Lengths, Speeds
+
+
+def engine(speeds: Speeds, name: str, fixed_s: float, each_s: float, loads: list[int], now: float = 0.0, per_load_s: float = 1.0) -> float:
+    """Readings of an engine that keeps each load for a while; returns the time after that."""
+    tokens = 0
+    for load in loads:
+        for _ in range(3):
+            speeds.note(name, now, tokens, load)
+            now += per_load_s
+            tokens += round(per_load_s / (fixed_s + each_s * load) * load)
+    return now
+
+
+# --- lengths
+
+
+def test_what_is_left_is_the_mean_of_longer_answers_not_the_mean_less_what_is_there():
+    lengths, source = Lengths(limit=2000), random.Random(1)
+    for _ in range(1000):
+        lengths.add(min(2000, round(source.expovariate(1 / 100))))
+    # An exponential has no memory: as much is left after 150 tokens as at the start.
+    assert lengths.remaining(150) == pytest.approx(lengths.remaining(0), rel=0.25)
+
+
+def test_with_few_longer_answers_it_is_half_the_way_to_the_limit():
+    lengths = Lengths(limit=100)
+    for _ in range(50):
+        lengths.add(10)
+    for _ in range(FEW - 1):
+        lengths.add(60)
+    assert lengths.remaining(10) == 45
+    for _ in range(50):
+        lengths.add(60)
+    assert lengths.remaining(10) == 50
+    assert lengths.remaining(100) == lengths.remaining(99.5) == 1
+
+
+def test_old_answers_are_forgotten():
+    lengths = Lengths(limit=1000)
+    for length in [10] * KEPT_LENGTHS + [500] * KEPT_LENGTHS:
+        lengths.add(length)
+    assert lengths.remaining(0) == 500
+
+
+# --- speeds
+
+
+def test_the_line_is_found_from_different_loads():
+    speeds = Speeds()
+    engine(speeds, "n1", 0.01, 0.002, [1, 8, 30, 16, 2])
+    assert speeds.of("n1") == pytest.approx((0.01, 0.002), rel=0.15)
+
+
+def test_a_straggler_is_known_by_its_factor_at_whatever_load():
+    speeds = Speeds()
+    now = 0.0
+    for load in (4, 16, 2, 8) * 2:
+        for name in ("n1", "n2", "n3"):
+            engine(speeds, name, 0.01, 0.001, [load], now)
+        now = engine(speeds, "slow", 0.04, 0.004, [load], now)
+    fast, slow = speeds.of("n1"), speeds.of("slow")
+    assert speeds.of("n2") == fast and slow[1] / fast[1] == pytest.approx(4, rel=0.2)
+
+
+def test_at_one_load_half_is_fixed():
+    speeds = Speeds()
+    engine(speeds, "n1", 0.01, 0.01, [9])
+    fixed, each = speeds.of("n1")
+    assert fixed == pytest.approx(0.05, rel=0.1) and 9 * each == pytest.approx(fixed)
+
+
+def test_an_instance_that_was_never_seen_is_as_fast_as_the_line_and_no_measurement_is_one_and_one():
+    speeds = Speeds()
+    assert speeds.of("n1") == (1, 1) and not speeds.known()
+    engine(speeds, "n1", 0.01, 0.002, [1, 8, 30])
+    assert speeds.known() and speeds.of("n9") == pytest.approx((0.01, 0.002), rel=0.15)
+
+
+def test_idle_times_new_engines_and_wild_readings_do_no_harm():
+    speeds = Speeds()
+    now = engine(speeds, "n1", 0.01, 0.002, [4, 16])
+    before = speeds.of("n1")
+    speeds.note("n1", now, 10**6, 0)  # idle
+    speeds.note("n1", now + 1000, 10**6, 4)
+    speeds.note("n1", now + 1001, 5, 4)  # a new engine counts from the beginning
+    assert speeds.of("n1") == before
+    for second in range(20):  # stopped, all but for one token
+        speeds.note("n1", now + 2000 + 500 * second, 10 + second, 16)
+    fixed, each = speeds.of("n1")
+    line = speeds.of("never seen")
+    assert fixed + each <= 2**MOST_OCTAVES * sum(line) + 1e-9
