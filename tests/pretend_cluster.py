@@ -148,7 +148,7 @@ class Cluster:
             for node in self.agents.values():
                 self.iteration.requests.router.figures(
                     node.name, asyncio.get_running_loop().time(), worker=f"{node.name}-rollout-0", tokens=node.made,
-                    running=len(node.requests))
+                    running=len(node.requests), kv_total_tokens=0)
 
     def reward(self, sample: str) -> float:
         return float(random.Random(f"reward {sample}").randrange(2))

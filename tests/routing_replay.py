@@ -1,7 +1,7 @@
 """Generation replayed on instances whose speed and whose answers' lengths are known here, but not to what hands out.
 
-An instance takes `fixed_s + per_request_s * b` seconds for one token of each of its b requests. A request that moves makes no
-token for MOVE_S; then its receiver makes none while it prefills the request's.
+An instance takes `fixed_s + per_request_s * b` seconds for one token of each of its b requests. A request that moves
+makes no token for MOVE_S; then its receiver makes none while it prefills the request's.
 """
 
 from __future__ import annotations

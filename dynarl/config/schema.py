@@ -97,7 +97,7 @@ class Policy(Section):
         bool, doc("training and inference nodes also generate while they have nothing else to do")
     ] = False
     rebalance: Annotated[
-        bool, doc("requests move from an overloaded rollout node to an idle one when that pays; no node changes role by it")
+        bool, doc("requests move from an overloaded rollout node to an idle one when that pays; no role changes by it")
     ] = True
     dwell_s: Annotated[NonNegative, doc("least time between two moves")] = 0.3
     vote_timeout_s: Annotated[NonNegative, doc("a move not agreed on by then is cancelled")] = 10.0
@@ -149,8 +149,8 @@ class Algorithm(Section):
     membership: Annotated[
         Literal["fixed", "completion"],
         doc(
-            "which groups a minibatch has. fixed: by prompt, so it waits for its slowest group. completion: the first that "
-            "are complete, so the first minibatches have the short answers and later ones the long"
+            "which groups a minibatch has. fixed: by prompt, so it waits for its slowest group. completion: the first "
+            "that are complete, so the first minibatches have the short answers and later ones the long"
         ),
     ] = "fixed"
     max_prompt_tokens: Annotated[Positive, doc("longest prompt")] = 64

@@ -361,10 +361,14 @@ class Job:
     def event_worker_died(self, node: str, **death: Any) -> None:
         self.workers.died(node, **death)
 
-    def event_figures(self, node: str, *, worker: str, tokens: int, running: int, kv_total_tokens: int, **_: Any) -> None:
+    def event_figures(
+        self, node: str, *, worker: str, tokens: int, running: int, kv_total_tokens: int, **_: Any
+    ) -> None:
         self.last_event = time.monotonic()
-        self.router.figures(node, asyncio.get_running_loop().time(), worker=worker, tokens=tokens, running=running,
-                            kv_total_tokens=kv_total_tokens)
+        now = asyncio.get_running_loop().time()
+        self.router.figures(
+            node, now, worker=worker, tokens=tokens, running=running, kv_total_tokens=kv_total_tokens
+        )
 
     async def fault(self) -> None:
         """Raises the first fault that ends the body."""

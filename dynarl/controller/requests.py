@@ -22,7 +22,7 @@ class Requests:
     """The router decides who gets which; the ledger says who has it. `lives`: rollout workers that each node has lost;
     num_moved: requests that went from one rollout node to another while neither changed its role.
 
-    at_work: nodes that take work of a role now; spawn: run a hand-out in the background, with what undoes it if it fails.
+    at_work: nodes that take work of a role now; spawn: run a hand-out in the background; what undoes it if it fails.
     """
 
     def __init__(self, config: Config, fleet: Fleet, ledger: Ledger, router: Router, split: str, temperature: float,
@@ -69,7 +69,7 @@ class Requests:
             self._ledger.returned(sample, node, holder=holder)
 
     def returned(self, node: str, partial: dict) -> bool:
-        """`node` gave up this request ({sample, tokens}) and keeps its tokens; it waits again. False: it was not there."""
+        """`node` gave up this request ({sample, tokens}) and keeps its tokens. False: it did not have it."""
         sample, tokens = partial["sample"], partial["tokens"]
         if not self._ledger.returned(sample, node, holder=node if tokens else None):
             return False

@@ -34,8 +34,8 @@ class Router:
 
     # --- what is learned
 
-    def figures(self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int = 0) -> None:
-        """A worker's report of its load."""
+    def figures(self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int) -> None:
+        """A worker's report of its load; kv_total_tokens 0: it does not say."""
         self._speeds.note(worker, now, tokens, running)
         self._kv_tokens[node][worker] = kv_total_tokens
 
@@ -100,5 +100,5 @@ class Router:
 
     def _request(self, sample: str, tokens: float, home: str | None) -> Request:
         tokens = min(tokens, self._lengths.limit - 1)
-        return Request(sample, wire.group_of(sample), self._prompt_tokens + tokens, self._lengths.remaining(tokens), home,
-                       "preferred" if home else "none")
+        prefix, remaining = self._prompt_tokens + tokens, self._lengths.remaining(tokens)
+        return Request(sample, wire.group_of(sample), prefix, remaining, home, "preferred" if home else "none")

@@ -6,8 +6,8 @@ Life of an item::
               ^          |
               +----------+   given back, its consumer lost, or the time is up
 
-What comes back is offered again in its old place. A consumer whose lease has expired may still be at work: its late `done` is
-refused, and what it made must not be used, for somebody else has the items now.
+What comes back is offered again in its old place. A consumer whose lease has expired may still be at work: its late
+`done` is refused, and what it made must not be used, for somebody else has the items now.
 
 The end of the data is something that consumers are told, not a silence: after `close` whoever asks, early or late, gets
 `END` once nothing is offered or leased any more. While another consumer holds a lease the answer is None, ask again:
@@ -39,14 +39,15 @@ True
 >>> channel.get_batch("n1", 5, now=34.0) is channel.get_batch("never asked before", 5, now=34.0) is END
 True
 
-Pure: times are passed in. The books of an iteration's samples are the ledger's, which also knows groups, partial answers
-and gradient buffers; a channel is for streams of which no more is to be known than who has what.
+Pure: times are passed in. The books of an iteration's samples are the ledger's, which also knows groups, partial
+answers and gradient buffers; a channel is for streams of which no more is to be known than who has what.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
@@ -65,7 +66,7 @@ class Lease(Generic[Item]):
 
 
 class Channel(Generic[Item]):
-    """capacity: weight of items that are not done, at most (None: any); lease_s: how long a consumer may keep what it got."""
+    """capacity: most weight of items that are not done (None: any); lease_s: how long a consumer may keep what it got."""
 
     def __init__(self, *, lease_s: float, capacity: float | None = None):
         self._lease_s, self._capacity = lease_s, capacity
@@ -77,7 +78,9 @@ class Channel(Generic[Item]):
         self.closed = False
 
     def put(self, item: Item, weight: float = 1.0) -> bool:
-        """Offer an item. False when there is no room for it now. RuntimeError: it is closed; ValueError: there never is."""
+        """Offer an item. False: there is no room for it now. Raises RuntimeError after `close`, ValueError when there
+        never is room.
+        """
         if self.closed:
             raise RuntimeError(f"{item!r} came after the end of the data: put everything before close()")
         if self._capacity is not None and weight > self._capacity:
@@ -106,7 +109,8 @@ class Channel(Generic[Item]):
             taken.append(heapq.heappop(self._offered))
             left -= taken[-1][1]
         if not taken:
-            raise ValueError(f"{self._offered[0][2]!r} weighs {self._offered[0][1]:g}, {consumer} takes {weight:g} at most")
+            _, heavy, item = self._offered[0]
+            raise ValueError(f"{item!r} weighs {heavy:g}, {consumer} takes {weight:g} at most")
         if not self._offered and left > 0 and not self.closed:  # the next item may still belong to this batch
             self._offer(taken)
             return None
@@ -128,15 +132,19 @@ class Channel(Generic[Item]):
 
     def lost(self, consumer: str) -> int:
         """The consumer is gone: what it had is offered again. Returns how many items."""
-        return sum(len(lease.items) for lease, _ in [*self._leased.values()] if lease.consumer == consumer and self.give_back(lease))
+        return self._end(lambda lease: lease.consumer == consumer)
 
     def expire(self, now: float) -> int:
         """Offer again what was leased until `now` or before. Returns how many items; `get_batch` does it, too."""
-        return sum(len(lease.items) for lease, _ in [*self._leased.values()] if lease.until_s <= now and self.give_back(lease))
+        return self._end(lambda lease: lease.until_s <= now)
 
     def next_expiry(self) -> float | None:
-        """When the first lease ends by itself: a consumer that was told None need not ask earlier, unless it is woken."""
+        """When the first lease ends by itself: until then nothing comes back to who was told None, unless it is given."""
         return min((lease.until_s for lease, _ in self._leased.values()), default=None)
+
+    def _end(self, is_meant: Callable[[Lease[Item]], bool]) -> int:
+        ended = [lease for lease, _ in self._leased.values() if is_meant(lease)]
+        return sum(len(lease.items) for lease in ended if self.give_back(lease))
 
     def _offer(self, taken: list[tuple[int, float, Item]]) -> None:
         for entry in taken:

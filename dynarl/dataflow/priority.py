@@ -3,11 +3,11 @@
 - The request with the most completed tool calls: later turns are shorter, and their keys and values are still there;
   behind all first turns they would be evicted and computed again (DynaRL, algorithm 2).
 - Among those the one with the longest prefix in the cache, for the same reason; then the one that has waited longest.
-- A request is overdue after MOST_PASSES admissions of others, or MOST_WAIT_S seconds. Overdue ones go before all others,
-  the longest waiting first.
+- A request is overdue after MOST_PASSES admissions of others, or MOST_WAIT_S seconds. Overdue ones go before all
+  others, the longest waiting first.
 
-So no request starves: once it is overdue only those can still go before it that came before it. If W requests waited when
-it came, it is passed over at most MOST_PASSES + W times; and after MOST_WAIT_S seconds at most W times.
+So no request starves: once it is overdue only those can still go before it that came before it. If W requests waited
+when it came, it is passed over at most MOST_PASSES + W times; and after MOST_WAIT_S seconds at most W times.
 
 >>> desk = Desk()
 >>> first, second, again = desk.ticket(0, now=0.0), desk.ticket(0, now=1.0), desk.ticket(2, now=2.0)
@@ -42,7 +42,7 @@ class Ticket:
 
 
 class Desk:
-    """Hands out tickets and says whose turn it is. Counts admissions; does not keep the requests. Times are passed in."""
+    """Hands out tickets and says whose turn it is. It counts admissions, but does not keep the requests."""
 
     def __init__(self, most_passes: int = MOST_PASSES, most_wait_s: float = MOST_WAIT_S):
         self._most_passes, self._most_wait_s = most_passes, most_wait_s

@@ -1,7 +1,8 @@
 """Which instance gets which request, and which request is better off elsewhere.
 
-An instance decodes its b requests together, and one step takes `fixed_s + per_request_s * b` seconds. A step gives every
-request one token, so over all steps the b add up to the tokens that are left, and what an instance has ends after
+An instance decodes its b requests together, and one step takes `fixed_s + per_request_s * b` seconds. A step gives
+every request one token, so over all steps the b add up to the tokens that are left, and what an instance
+has ends after
 
     finish = fixed_s * max(L, S / max_running) + per_request_s * S + prefill_s * P
 
@@ -10,8 +11,8 @@ place, close to it otherwise. All preferences are prices in this one formula:
 
 - A prefix that is on an instance already (its own request's, or a fellow's of the same group) costs no prefill there.
 - A slow instance has larger coefficients, so it gets less.
-- `required`: only the instance that has the request's state (a tool session), or none for now. `preferred`: the home has
-  no prefill; once it is gone the request goes where it ends first, as with `none`.
+- `required`: only the instance that has the request's state (a tool session), or none for now. `preferred`: the home
+  has no prefill; once it is gone the request goes where it ends first, as with `none`.
 
 Groups are placed whole, longest first, each where it ends first; then single requests move from the instance that ends
 last to the one that ends first as long as both end earlier by it. So a group is cut only where that saves time.
@@ -60,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Instance:
-    """max_running: requests decoded together, more are not sent; kv_tokens: what its KV memory holds; times in seconds."""
+    """max_running: requests decoded together, more are not sent; kv_tokens: what its KV memory holds."""
 
     name: str
     max_running: int
@@ -139,9 +140,9 @@ def route(requests: Iterable[Request], instances: Iterable[Instance]) -> Routing
 def rebalance(instances: Iterable[Instance], *, move_s: float, most: int = 8) -> list[Move]:
     """Running requests that should change instances, at most `most`; each request at most once.
 
-    A change costs `move_s` and a prefill of the prefix at the receiver, and is proposed when it pays that back PAYBACK
-    times. Finished members of a group stay where they are: a group is whole in the ledger, which knows the holder of each
-    of its answers, not on a node.
+    A change costs `move_s` and a prefill of the prefix at the receiver, and is proposed when it pays that back
+    PAYBACK times. Finished members of a group stay where they are: a group is whole in the ledger, which knows the
+    holder of each of its answers, not on a node.
     """
     loads = {instance.name: _Load(instance) for instance in instances}
     movable = {name: [r for r in load.instance.running if r.affinity != "required"] for name, load in loads.items()}
@@ -198,6 +199,9 @@ class _Load:
     def prefill_of(self, request: Request) -> float:
         return 0.0 if request.home == self.name or self.groups.get(request.group) else request.prefix
 
+    def is_full(self) -> bool:
+        return len(self.left) >= self.instance.max_running
+
     def has_room(self, members: list[Request]) -> bool:
         return (len(self.left) + len(members) <= self.instance.max_running
                 and self.kv_tokens + sum(r.kv_tokens for r in members) <= self.instance.kv_tokens)
@@ -240,7 +244,7 @@ class _Queue:
     def earliest(self) -> list[_Load]:
         found = []
         for heap in self._heaps.values():
-            while heap and (heap[0][0] != heap[0][2].finish() or len(heap[0][2].left) >= heap[0][2].instance.max_running):
+            while heap and (heap[0][0] != heap[0][2].finish() or heap[0][2].is_full()):
                 heapq.heappop(heap)
             found += [heap[0][2]] if heap else []
         return found
@@ -250,7 +254,7 @@ def _level(loads: dict[str, _Load], movable: dict[str, list[Request]], move_s: f
            most: float = math.inf) -> list[tuple[Request, str, str, float]]:
     """Moves (request, source, target, gain), each from the instance that ends last to the one that ends first.
 
-    move_s: what a move costs besides the prefill; None: the requests are not running yet, so nothing is to be paid back.
+    move_s: what a move costs besides the prefill; None: the requests do not run yet, so there is nothing to pay back.
     """
     queue, order = _Queue(loads.values()), {name: index for index, name in enumerate(loads)}
     for requests in movable.values():
@@ -277,8 +281,8 @@ def _level(loads: dict[str, _Load], movable: dict[str, list[Request]], move_s: f
 
 
 def _best_move(source: _Load, target: _Load, movable: list[Request], move_s: float | None) -> tuple[float, int, _Load]:
-    """(gain, index, target) of the request whose change helps most: the longest, the shortest, or the one that halves the
-    gap. Gain 0: none helps.
+    """(gain, index, target) of the request whose change helps most: the longest, the shortest, or the one that halves
+    the gap. Gain 0: none helps.
     """
     end, gap = source.finish(), source.finish() - target.finish()
     half = gap / (source.instance.per_request_s + target.instance.per_request_s or math.inf)

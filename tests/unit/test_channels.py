@@ -87,7 +87,9 @@ def test_the_end_waits_for_what_others_have():
 
 
 class History(RuleBasedStateMachine):
-    """Producers, consumers that die or are slow, and time. `made`: what finished work is of, as a consumer hands it on."""
+    """Producers, consumers that die or are slow, and time. `made`: what finished work is of, as a consumer hands it
+    on.
+    """
 
     def __init__(self):
         super().__init__()

@@ -23,10 +23,11 @@ def hand_out(router: Router, ledger: Ledger, nodes: list[str], now: float = 0.0)
     return assigned
 
 
-def report(router: Router, steps_per_s: dict[str, float], running: int = 4, until: int = 10, **more) -> None:
-    for second in range(until):
+def report(router: Router, steps_per_s: dict[str, float], running: int = 4, kv_total_tokens: int = 0) -> None:
+    for second in range(10):
         for node, rate in steps_per_s.items():
-            router.figures(node, float(second), worker=f"{node}-rollout-0", tokens=int(second * rate * running), running=running, **more)
+            router.figures(node, float(second), worker=f"{node}-rollout-0", tokens=int(second * rate * running), running=running,
+                           kv_total_tokens=kv_total_tokens)
 
 
 def test_everything_that_fits_is_handed_out_and_the_rest_waits():

@@ -69,8 +69,8 @@ def test_it_is_close_to_the_best_of_all_assignments():
     ((1, 1, 1, 3), 64, 0.01, 0.002, 0.7, 0.6),
 ])
 def test_long_tailed_answers_end_no_later_than_with_even_shares(speeds, max_running, fixed_s, per_request_s, routed, rebalanced):
-    """Twelve iterations together. Where instances are equal and no length is known, any whole groups are as good as others:
-    then the two differ by chance, and it is the moves that gain.
+    """Twelve iterations together. Where instances are equal and no length is known, any whole groups are as good as
+    others: then the two differ by chance, and it is the moves that gain.
     """
     instances = [Instance(f"n{i}", max_running, fixed_s=fixed_s * s, per_request_s=per_request_s * s) for i, s in enumerate(speeds)]
     even, by_route, by_moves = Counter(), Counter(), Counter()

@@ -7,8 +7,8 @@ Life of a request::
                   +----------+-> abort() returns it once, finish "abort": a partial answer
 
 A partial answer (its tokens and log-probabilities) is all that another engine needs to go on with it: it is submitted
-there as a request whose `response` is not empty. Keys and values are computed again where they are not in the cache, which
-never travels.
+there as a request whose `response` is not empty. Keys and values are computed again where they are not in the cache,
+which never travels.
 """
 
 from __future__ import annotations

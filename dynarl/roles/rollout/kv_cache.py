@@ -1,11 +1,11 @@
 """Keys and values of running requests, one row per request, rows 0..n-1 in use.
 
-Rows are kept dense: when a request leaves, the last row moves into its place. A step over n requests then works on plain
-slices [:n], and a batch of 3 costs a batch of 3. Rows grow together, so memory follows the longest request so far.
+Rows are kept dense: when a request leaves, the last row moves into its place. A step over n requests then works on
+plain slices [:n], and a batch of 3 costs a batch of 3. Rows grow together, so memory follows the longest request.
 
-What a leaving request had goes to a row behind those in use and is kept there until the row is needed; the least recently
-used goes first. A request that comes back, with more tokens or after it was given up, and a fellow with the same prompt
-need no prefill for the tokens that they share with it.
+What a leaving request had goes to a row behind those in use and is kept there until the row is needed; the least
+recently used goes first. A request that comes back, with more tokens or after it was given up, and a fellow with the
+same prompt need no prefill for the tokens that they share with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIRST_LENGTH = 128  # tokens per row at first; doubled whenever a request outgro
 
 @dataclass(frozen=True)
 class Kept:
-    """Of which request a row behind those in use is; `tokens` (all of the request's but the last) have a place in it."""
+    """Whose a row behind those in use was; `tokens` (all of that request's but the last) have a place in it."""
 
     sample: str
     prompt: bytes
@@ -120,10 +120,11 @@ class KVCache:
         return attend
 
     def prefill_attention(self, starts: list[int], lengths: list[int], rows: list[list[int]]) -> Attend:
-        """Causal attention of new tokens: `lengths[s]` of sequence s, padded to the longest, from position `starts[s]` on.
+        """Causal attention of new tokens: `lengths[s]` of sequence s, padded to the longest, from position
+        `starts[s]` on.
 
-        They are written to all of `rows[s]`, the first of which holds the tokens before `starts[s]` already. Padding is not
-        written, and what a row holds behind its tokens is finite and masked.
+        They are written to all of `rows[s]`, the first of which holds the tokens before `starts[s]` already. Padding
+        is not written, and what a row holds behind its tokens is finite and masked.
         """
         heads, size, count, width = self.config.kv_heads, self.config.head_size, len(starts), max(lengths)
         written = [(s, row) for s, mine in enumerate(rows) for row in mine]
@@ -136,12 +137,16 @@ class KVCache:
         if any(starts):
             last_seen = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
             hidden = torch.arange(used, device=self.device) > last_seen[:, :, None]
-            mask = torch.zeros(count, 1, width, used, dtype=data.dtype, device=self.device).masked_fill_(hidden[:, None], -torch.inf)
+            mask = torch.zeros(count, 1, width, used, dtype=data.dtype, device=self.device)
+            mask.masked_fill_(hidden[:, None], -torch.inf)
 
         def attend(layer: int, q_NHD: torch.Tensor, kv_NKD: torch.Tensor) -> torch.Tensor:
             data[layer][place, :, position] = kv_NKD[of]
             q = q_NHD.reshape(count, width, -1, size).transpose(1, 2)
-            kv = kv_NKD.reshape(count, width, 2 * heads, size).transpose(1, 2) if mask is None else data[layer][first, :, :used]
+            if mask is None:
+                kv = kv_NKD.reshape(count, width, 2 * heads, size).transpose(1, 2)
+            else:
+                kv = data[layer][first, :, :used]
             out = F.scaled_dot_product_attention(
                 q, kv[:, :heads], kv[:, heads:], attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )

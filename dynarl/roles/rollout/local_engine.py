@@ -1,8 +1,8 @@
 """The in-process engine: continuous batching in one Python loop, for every day and for CPUs.
 
-A step is either a prefill (of what waits and fits, in the order of `dataflow.priority`) or one decode step of all running
-requests. Requests with equal tokens so far, as the members of a group have, are prefilled once; and of a prefix that the
-cache still has only the rest is.
+A step is either a prefill (of what waits and fits, in the order of `dataflow.priority`) or one decode step of all
+running requests. Requests with equal tokens so far, as the members of a group have, are prefilled once; and of a
+prefix that the cache still has only the rest is.
 """
 
 from __future__ import annotations
@@ -291,7 +291,8 @@ class LocalEngine(Engine):
         last = len(self._rows) - 1
         leaving = self._rows[row]
         request = leaving.request
-        self._cache.leave(row, last, int(self._position[last]), Kept(request.sample, request.prompt, leaving.tokens[:-1]))
+        kept = Kept(request.sample, request.prompt, leaving.tokens[:-1])
+        self._cache.leave(row, last, int(self._position[last]), kept)
         if row != last:
             self._rows[row] = self._rows[last]
             for column in self._columns:

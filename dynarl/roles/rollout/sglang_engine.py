@@ -1,14 +1,15 @@
 """SGLang behind the engine interface, over its HTTP interface (0.5.23).
 
-The server batches by itself. One thread per request in flight waits for its answer and puts it in a queue, which `step`
-empties. More requests than the server can decode wait here, where taking them out again costs nothing and where
-`dataflow.priority` orders them: the server gets few more than it decodes, so its own order (--enable-priority-scheduling)
-would add nothing. Prefixes are kept by the server, which says afterwards how much of one it had; so the order here goes by
-tool calls and age.
+The server batches by itself. One thread per request in flight waits for its answer and puts it in a queue, which
+`step` empties. More requests than the server can decode wait here, where taking them out again costs nothing and
+where `dataflow.priority` orders them: the server gets few more than it decodes, so its own order
+(--enable-priority-scheduling) would add nothing. Prefixes are kept by the server, which says afterwards how much of
+one it had; so the order here goes by tool calls and age.
 
-What SGLang returns for an aborted request is a partial answer; going on with it is a new request whose input is prompt
-plus partial answer. Its seeded draw hashes (seed, position in the sequence), so the answer continues as it would have: on
-CPU always, on GPUs where rollout.args asks for --enable-deterministic-inference, which costs speed there.
+What SGLang returns for an aborted request is a partial answer; going on with it is a new request whose input is
+prompt plus partial answer. Its seeded draw hashes (seed, position in the sequence), so the answer continues as it
+would have: on CPU always, on GPUs where rollout.args asks for --enable-deterministic-inference, which costs speed
+there.
 """
 
 from __future__ import annotations
