@@ -76,6 +76,9 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         assert all(cluster.agents[n].active == r for n, r in epochs.roles.items())
         assert iteration.ledger.done and not iteration.ledger.num_live and iteration._change is None
         assert Counter(name for batch in cluster.batches for name in batch) == Counter([*iteration.ledger.groups])
+        # Nothing is left behind for the next iteration to find.
+        assert iteration.ledger.num_live == 0 and not any(node.requests for node in cluster.agents.values())
+        assert not any(iteration._at.values()) and not any(any(node.work.values()) for node in cluster.agents.values())
         cluster.switches = iteration.tally.switches
         assert not [r for r in journal.read(log.path) if r["type"] == "epoch_refused"]
         assert check(log.graph, iteration.ledger.num_live) == []

@@ -102,6 +102,47 @@ def test_a_finish_from_a_node_that_lost_the_request_is_ignored():
     assert ledger.groups["1:7"].state == "generated"
 
 
+@pytest.mark.parametrize("finish_first", [True, False])
+def test_an_answer_that_finishes_while_its_node_is_told_to_give_it_up_counts_once(finish_first):
+    """Edge case: an abort races with completion."""
+    ledger = Ledger(G)
+    ledger.dispatch("n1", G)
+    finish(ledger, G[0], node="n1")
+    if finish_first:
+        group = finish(ledger, G[1], node="n1")
+        assert not ledger.returned(G[1], "n1", holder="n1")
+    else:
+        assert ledger.returned(G[1], "n1", holder="n1")
+        assert finish(ledger, G[1], node="n1") is None  # too late: it is offered again
+        ledger.dispatch("n2", ledger.waiting())
+        group = finish(ledger, G[1], node="n2")
+    assert (group.state, ledger.num_live) == ("generated", 0)
+    assert finish(ledger, G[1], node="n1") is finish(ledger, G[1], node="n2") is None
+
+
+def test_a_request_that_moves_leaves_its_finished_fellows_where_they_are():
+    """The group is whole all the same: it is scored once, from the holders of all its samples."""
+    ledger = Ledger(G + H)
+    ledger.dispatch("n1", G + H)
+    finish(ledger, G[0], node="n1")
+    ledger.returned(G[1], "n1", holder="n1")
+    assert ledger.groups["1:7"].holders == {G[0]: "n1"}
+    ledger.dispatch("n2", [G[1]])
+    group = finish(ledger, G[1], node="n2")
+    assert group.holders == {G[0]: "n1", G[1]: "n2"}
+    assert ledger.in_state("generated") == [group]
+    ledger.lease(group, "n3")
+    assert ledger.in_state("generated") == []
+
+
+def test_only_a_waiting_request_can_be_handed_out():
+    ledger = Ledger(G)
+    ledger.dispatch("n1", [G[1]])
+    with pytest.raises(KeyError, match=G[1]):
+        ledger.dispatch("n2", [G[1]])
+    assert ledger.running == {G[1]: "n1"} and ledger.waiting() == [G[0]]
+
+
 # --- scoring and training
 
 
