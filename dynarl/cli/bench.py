@@ -80,6 +80,30 @@ def vps(output_format: str, parts: tuple[str, ...], link_rate: str | None) -> No
     _show_moves(figures)
 
 
+@command.command(cls=output.Command)
+@output.format_option("table", "json")
+def scheduler(output_format: str) -> None:
+    """Decisions of the adaptive policy: how long they take, and how good they are against schedules that know more.
+
+    Needs neither Slurm nor torch. Takes about two minutes.
+    """
+    from dynarl.bench.scheduler import measure
+
+    figures = measure(output.note)
+    if output_format == "json":
+        output.print_json(figures)
+        return
+    table = output.table(">devices", ">components", ">live requests", ">median", ">p99")
+    for row in figures["rows"]:
+        table.add_row(*(f"{row[key]}" for key in ("devices", "components", "live_requests")),
+                      *(f"{row[key]:.1f} ms" for key in ("p50_ms", "p99_ms")))
+    console, to, search = output.console(), figures["seconds_to"], figures["ratio_to_exhaustive"]
+    console.print(table)
+    console.print(f"Forecast end, to that of the best of all allocations: {search['mean']:.4f} in the mean, {search['worst']:.4f} at worst.")
+    console.print(f"Iterations on paper took {to['clairvoyant']:.3f} of the time of the best schedule found that knows all lengths, "
+                  f"{to['bound']:.2f} of what no schedule beats, {to['threshold']:.2f} of threshold's and {to['colocated']:.2f} of colocated's.")
+
+
 def _show_moves(figures: dict) -> None:
     """One line for each comparison."""
     lines = []

@@ -83,9 +83,10 @@ class Policy(Section):
     """Which nodes change role, and when."""
 
     name: Annotated[
-        Literal["static", "threshold", "colocated"],
+        Literal["static", "threshold", "adaptive", "colocated"],
         doc(
             "static: nobody moves. threshold: rollout nodes leave as running requests fall. "
+            "adaptive: nodes move where a forecast of the iteration's end says that it pays. "
             "colocated: all nodes take all roles in turn"
         ),
     ] = "threshold"

@@ -143,7 +143,7 @@ def _policy(config: Config) -> Iterator[str]:
             else "give split.rollout at least one node, or set policy.name to colocated"
         )
         yield f"split.rollout = 0 with policy.name = {policy.name}: nobody would generate; {hint}"
-    elif policy.name == "threshold" and policy.min_rollout_nodes > split.rollout:
+    elif policy.name in ("threshold", "adaptive") and policy.min_rollout_nodes > split.rollout:
         yield (
             f"policy.min_rollout_nodes = {policy.min_rollout_nodes} is more than split.rollout = {split.rollout}: "
             "no node could ever leave"

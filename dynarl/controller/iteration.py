@@ -21,6 +21,7 @@ from dynarl.controller.fleet import Fleet
 from dynarl.controller.replicas import Replica, inside_nodes
 from dynarl.controller.requests import Requests
 from dynarl.controller.router import Router
+from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.rl.advantages import group_advantages, is_flat
 from dynarl.rl.truncation import judge
@@ -74,10 +75,12 @@ class Iteration:
     def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
                  down: set[tuple[str, str]], samples: list[str], *, split: str = "train", temperature: float = 1.0,
                  train: bool = True, scored_by_inference: bool = True, policy: Policy | None = None,
-                 replicas: dict[str, list[Replica]] | None = None, router: Router | None = None):
+                 replicas: dict[str, list[Replica]] | None = None, router: Router | None = None,
+                 monitor: Monitor | None = None):
         self._config, self._fleet, self._epochs, self.weights = config, fleet, epochs, weights
         self._may, self._down, self._train = may, down, train
         self._policy = policy or config.policy
+        self._monitor = monitor or Monitor(config)
         self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
         self.requests = Requests(
             config, fleet, self.ledger, router or Router(config), split, temperature, self._at_work, self._spawn
@@ -177,11 +180,7 @@ class Iteration:
 
     def _at_work(self, role: str) -> list[str]:
         """Nodes that take work of `role` now."""
-        return [
-            n
-            for n, r in self._epochs.roles.items()
-            if r == role and n not in self._leaving and (n, role) not in self._down
-        ]
+        return [n for n, r in self._epochs.roles.items() if r == role and n not in self._leaving and (n, role) not in self._down]
 
     def _addresses(self) -> dict[str, str]:
         return {node: agent.peer_address for node, agent in self._fleet.agents.items()}
@@ -210,6 +209,7 @@ class Iteration:
             held, replica = slots[0]
             lease = self.ledger.lease(group, replica.nodes[0])
             self._at[lease] = (role, replica)
+            self._monitor.leased(lease, role, replica, group.num_tokens)
             slots[0] = (held + 1, replica)
             samples = [{"sample": s, "holder": group.holders[s]} for s in group.samples]
             if role == "training":
@@ -247,6 +247,8 @@ class Iteration:
         if group is None or self.ledger.running.get(sample) != node or version != self.weights.version:
             return
         full = self.ledger.finished(sample, node, reward=reward, tokens=tokens, finish=finish)
+        if self._train:
+            self._monitor.finished(sample, tokens)
         self.tally.correct += correct
         self.tally.timed_out += timed_out
         self.tally.prompt_tokens += prompt_tokens
@@ -286,7 +288,7 @@ class Iteration:
         return [advantage for group in self._advantages.values() for advantage, _ in group.values()]
 
     def event_scored(self, node: str, *, lease: int, stats: dict[str, float] | None = None) -> None:
-        self._at.pop(lease, None)
+        self._done(lease)
         if self.ledger.scored(lease) is not None:
             self.tally.add(self.tally.score_stats, stats or {})
             self.tally.scored_at = time.monotonic()
@@ -300,13 +302,18 @@ class Iteration:
                 return
             # Every worker of a replica knows the sums of all of it.
             stats = parts[self._at[lease][1].nodes[0]]
-        self._at.pop(lease, None)
+        self._done(lease)
         self._parts.pop(lease, None)
         group = self.ledger.accumulated(lease)
         if group is not None:
             # By group: one whose gradient is lost with its worker is trained, and counted, again.
             self._stats[group.name] = stats
         self._wake()
+
+    def _done(self, lease: int) -> None:
+        if (entry := self._at.pop(lease, None)) is not None:
+            role, replica = entry
+            self._monitor.done(lease, sum(other.nodes == replica.nodes for other in self._replicas[role]))
 
     def stats(self) -> dict[str, float]:
         """Sums over all trained groups."""
@@ -342,7 +349,12 @@ class Iteration:
             return
         if not self._train or self._policy.name == "static":
             return
-        moves = decide(self._policy, self.view(to_train))
+        if self._policy.name == "adaptive":
+            moves = self._monitor.consult(
+                self._policy, self.ledger, self._epochs.roles, self._may, self._down, {group.name for group in to_train},
+                self._needs_scoring, self._replicas, time.monotonic() - self._last_change)
+        else:
+            moves = decide(self._policy, self.view(to_train))
         # A role without living workers on that node is no destination.
         moves = {node: role for node, role in moves.items() if (node, role) not in self._down}
         if moves:
@@ -374,8 +386,10 @@ class Iteration:
             for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
                                   (self.weights, {n: r for n, r in moves.items() if r != "training"})):
                 if part:
+                    sources = dict(self._epochs.roles)
                     outcome = await self._epochs.change(part, weights, reason, self._take_back, self._num_to_generate)
                     self.tally.switches.append(outcome)
+                    self._monitor.moved(sources, part, outcome)
                     if not outcome.committed:
                         # One that is refused takes no time, and the next look would want the same.
                         await asyncio.sleep(RETRY_PAUSE_S)
@@ -405,7 +419,8 @@ class Iteration:
     def _take_back(self, outcome: Outcome) -> None:
         for node, given_up in outcome.given_up.items():
             for partial in given_up:
-                self.requests.returned(node, partial)
+                if self.requests.returned(node, partial):
+                    self._monitor.given_up(partial["sample"], partial["tokens"])
         for leases in outcome.unstarted.values():
             for lease in leases:
                 self._lease_back(lease)

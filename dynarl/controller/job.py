@@ -29,6 +29,7 @@ from dynarl.controller.recut import Recut
 from dynarl.controller.replicas import inside_nodes
 from dynarl.controller.router import Router
 from dynarl.controller.staging import Staging
+from dynarl.controller.telemetry import Monitor
 from dynarl.controller.training import Trainer
 from dynarl.controller.transitions import Transitions
 from dynarl.controller.warm_start import WarmStart
@@ -38,7 +39,7 @@ from dynarl.errors import ConfigError
 from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
 from dynarl.rl.schedule import warmed_up_lr
-from dynarl.scheduler.policy import capabilities, start_roles
+from dynarl.scheduler.policy import capabilities
 from dynarl.transport.planning import Request, describe
 from dynarl.vps.layout import Layout
 
@@ -80,6 +81,7 @@ class Job:
         self.workers = Workers(self)
         self.staging, self.checkpoints, self._recut = Staging(self), Checkpoints(self), Recut(self)
         self.router = Router(config)
+        self.monitor = Monitor(config, journal, first_epoch)
         self.last_event = self.step_started = time.monotonic()
 
     # --- start
@@ -231,7 +233,7 @@ class Job:
         }
         return Iteration(
             self.config, self.fleet, self.epochs, self.weights, self.offers, self.workers.down, samples,
-            replicas=replicas, router=self.router, **options
+            replicas=replicas, router=self.router, monitor=self.monitor, **options
         )
 
     async def iterate(self, number: int, *, samples: list[str] | None = None) -> None:
@@ -239,14 +241,19 @@ class Job:
         algorithm, began = self.config.algorithm, time.monotonic()
         samples = samples or self.draw(number)
         scored = any("inference" in may for may in self.may.values())
-        await self.enter(start_roles(self.config.policy, self.home), f"iteration {number} begins")
+        roles = self.monitor.start_roles(
+            self.config.policy, self.home, self.offers, algorithm.prompts_per_step, algorithm.group_size, scored)
+        await self.enter(roles, f"iteration {number} begins")
         self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
+        self.monitor.begin(number)
         self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
         away = self.away()
         stepped = []
         for index in range(algorithm.minibatches):
             await self.trainer.begin(self.progress.step + 1, "grpo", away)
             batch = await run.accumulate(index)
+            if index + 1 == algorithm.minibatches:
+                self.monitor.conclude()
             stepped.append(await self._step(number, run, batch))
             if index + 1 < algorithm.minibatches:
                 # Inference still scores with the weights that generated.
@@ -361,14 +368,10 @@ class Job:
     def event_worker_died(self, node: str, **death: Any) -> None:
         self.workers.died(node, **death)
 
-    def event_figures(
-        self, node: str, *, worker: str, tokens: int, running: int, kv_total_tokens: int, **_: Any
-    ) -> None:
+    def event_figures(self, node: str, **data: Any) -> None:
         self.last_event = time.monotonic()
-        now = asyncio.get_running_loop().time()
-        self.router.figures(
-            node, now, worker=worker, tokens=tokens, running=running, kv_total_tokens=kv_total_tokens
-        )
+        self.router.figures(node, asyncio.get_running_loop().time(), **data)
+        self.monitor.figures(node, **data)
 
     async def fault(self) -> None:
         """Raises the first fault that ends the body."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 from dynarl import wire
 from dynarl.config.schema import Config
@@ -34,7 +35,9 @@ class Router:
 
     # --- what is learned
 
-    def figures(self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int) -> None:
+    def figures(
+        self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int, **_: Any
+    ) -> None:
         """A worker's report of its load; kv_total_tokens 0: it does not say."""
         self._speeds.note(worker, now, tokens, running)
         self._kv_tokens[node][worker] = kv_total_tokens

@@ -58,7 +58,7 @@ def capabilities(policy: Policy, home: dict[str, str]) -> dict[str, frozenset[st
 
 def start_roles(policy: Policy, home: dict[str, str]) -> dict[str, str]:
     """The roles at the start of an iteration."""
-    everyone_generates = policy.name == "colocated" or (policy.name == "threshold" and policy.lend_owners)
+    everyone_generates = policy.name == "colocated" or (policy.name in ("threshold", "adaptive") and policy.lend_owners)
     return {node: "rollout" if everyone_generates else role for node, role in home.items()}
 
 

@@ -13,6 +13,7 @@ from dynarl.config.schema import Algorithm, Config, Policy, Rollout
 from dynarl.controller import requests, router
 from dynarl.controller.epochs import Epochs, Outcome
 from dynarl.controller.iteration import Iteration
+from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow import forecast
 from dynarl.hypergraph import journal
 from dynarl.hypergraph.check import check
@@ -51,7 +52,8 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             prompts_per_step=groups, group_size=size, minibatches=minibatches, membership=membership, normalize_std=False))
         iteration = cluster.iteration = Iteration(
             config, cluster, epochs, WEIGHTS, may, cluster.down, samples,
-            scored_by_inference=any("inference" in choices for choices in may.values()))
+            scored_by_inference=any("inference" in choices for choices in may.values()),
+            monitor=Monitor(config, log, clock=asyncio.get_running_loop().time))
         for name in slow:
             cluster.agents[name].slowness = 5.0
         cluster.spawn(cluster.report())
@@ -113,6 +115,8 @@ POLICIES = {
     "no inference": (homes(3, 0, 1), Policy(threshold=6, dwell_s=0.0)),
     "lend owners": (homes(2, 1, 1), Policy(threshold=6, dwell_s=0.0, lend_owners=True)),
     "colocated": (homes(1, 1, 1), Policy(name="colocated", dwell_s=0.0)),
+    "adaptive": (homes(2, 1, 1), Policy(name="adaptive", dwell_s=0.0)),
+    "adaptive, lend owners": (homes(4, 1, 1), Policy(name="adaptive", dwell_s=0.0, lend_owners=True)),
     "one node": ({"n1": "training"}, Policy(name="colocated", dwell_s=0.0)),
     "static": (homes(1, 1, 1), Policy(name="static")),
 }
@@ -121,7 +125,9 @@ POLICIES = {
 @pytest.mark.parametrize("home, policy", POLICIES.values(), ids=POLICIES)
 def test_an_iteration_trains_every_sample_once(home, policy, tmp_path):
     cluster = run(home, policy, 1, tmp_path)
-    assert any(outcome.committed for outcome in cluster.switches) == (policy.name != "static")
+    moved = any(outcome.committed for outcome in cluster.switches)
+    # Adaptive stays here if it likes: everything is over in less time than it takes a move to cost.
+    assert policy.name == "adaptive" or moved == (policy.name != "static")
 
 
 @pytest.fixture

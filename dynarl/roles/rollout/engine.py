@@ -76,6 +76,8 @@ class Figures(msgspec.Struct):
     """Load of an engine. tokens: sampled since it was made. kv_total_tokens: what the KV memory holds at most.
 
     prefill_tokens: computed in prefills since it was made; reused_tokens: those that a prefix in the cache saved.
+    lengths: tokens so far of its requests, sorted; of evenly many of them where there are many, none where the engine
+    does not know.
     """
 
     running: int
@@ -85,6 +87,7 @@ class Figures(msgspec.Struct):
     kv_total_tokens: int
     prefill_tokens: int
     reused_tokens: int
+    lengths: list[int] = []
 
 
 class Engine(ABC):
@@ -137,6 +140,17 @@ class Engine(ABC):
 
     def close(self) -> None:
         """End what belongs to the engine."""
+
+
+def thinned(lengths: list[int], most: int = 64) -> list[int]:
+    """Sorted, and at most `most` of them, evenly many from short and long.
+
+    >>> thinned([5, 1, 4, 2, 3, 0], most=3)
+    [1, 3, 5]
+    """
+    lengths = sorted(lengths)
+    count = min(most, len(lengths))
+    return [lengths[(2 * i + 1) * len(lengths) // (2 * count)] for i in range(count)]
 
 
 def stream_key(seed: int, sample: str) -> int:

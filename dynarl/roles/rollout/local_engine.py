@@ -19,7 +19,7 @@ from dynarl import wire
 from dynarl.dataflow.priority import Desk, Ticket
 from dynarl.roles.rollout.decoder import Decoder, read_config
 from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Part, Request
-from dynarl.roles.rollout.engine import check_request, stream_key
+from dynarl.roles.rollout.engine import check_request, stream_key, thinned
 from dynarl.roles.rollout.kv_cache import Kept, KVCache
 from dynarl.roles.rollout.sampling import sample_tokens, uniforms
 
@@ -163,7 +163,10 @@ class LocalEngine(Engine):
     def figures(self) -> Figures:
         used = int(self._position[: len(self._rows)].sum())
         total = self._max_running * self._config.max_position
-        return Figures(len(self._rows), len(self._waiting), self._tokens, used, total, self._prefilled, self._reused)
+        lengths = thinned([len(running.response) for running in (*self._rows, *self._waiting)])
+        return Figures(
+            len(self._rows), len(self._waiting), self._tokens, used, total, self._prefilled, self._reused, lengths
+        )
 
     def sleep(self) -> None:
         if self.busy():

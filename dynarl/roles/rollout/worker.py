@@ -54,14 +54,7 @@ class RolloutWorker(Worker):
             self._figures_sent = now
             figures = engine.figures()
             self._measure(now, figures.tokens)
-            self.emit(
-                "figures",
-                running=figures.running,
-                waiting=figures.waiting,
-                tokens=figures.tokens,
-                kv_used_tokens=figures.kv_used_tokens,
-                kv_total_tokens=figures.kv_total_tokens,
-            )
+            self.emit("figures", **msgspec.to_builtins(figures))
         return busy
 
     def do_load(self, model_dir: str, version: int, config: dict[str, Any] | None = None) -> None:

@@ -1,0 +1,238 @@
+"""What the scheduler knows: measured step times, seconds per token and pauses, lengths of answers; and its decisions on record.
+
+One `Monitor` for the whole job: what one iteration teaches, the next one uses. It is told what happens (`figures` of the
+rollout workers, answers, leases, moves) under every policy; the adaptive one also asks it what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dynarl.config.schema import Config, Policy
+from dynarl.controller.epochs import Outcome
+from dynarl.controller.replicas import Replica
+from dynarl.dataflow.ledger import Ledger
+from dynarl.hypergraph.journal import Journal
+from dynarl.scheduler import adaptive, policy as rules
+from dynarl.scheduler.costs import Costs, WorkRate
+from dynarl.scheduler.situation import Decision, Queue, Situation
+from dynarl.scheduler.survival import Lengths
+from dynarl.scheduler.telemetry import Instance, summarize
+
+# Of the controller's time, the most that decisions take: after one that took 5 ms the next is 0.5 s later, unless a
+# component has run out of work.
+DECISION_SHARE = 0.01
+LOOK_S = 0.1
+# A node whose rate at its load is so many times below the median is named as slow.
+SLOW = 2.0
+# Of two figures further apart than this the second says nothing about a step: the engine had nothing to do in between.
+FIGURES_GAP_S = 1.0
+STAY_RECORD_S = 1.0
+
+
+class Monitor:
+    """Knowledge and record of the scheduler. `journal` None: nothing is recorded."""
+
+    def __init__(self, config: Config, journal: Journal | None = None, first_number: int = 0, clock: Callable[[], float] = time.monotonic):
+        self._config, self._journal, self._number, self._clock = config, journal, first_number, clock
+        self._max_running = config.rollout.max_running * config.cluster.devices_per_node
+        self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
+        self.lengths = Lengths(config.algorithm.max_response_tokens)
+        self._workers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # node -> worker -> its last figures
+        self._rates: dict[str, float] = {}
+        self._partial: dict[str, int] = {}  # sample -> tokens of the answer that its node gave up
+        self._leases: dict[int, tuple[str, Replica, float, float]] = {}  # lease -> (role, replica, tokens, when)
+        self._free_at: dict[Replica, float] = {}
+        self.begin(0)
+
+    def begin(self, iteration: int) -> None:
+        """Another iteration, on other weights."""
+        self.iteration, self._began = iteration, self._clock()
+        self._workers.clear()
+        self._partial.clear()
+        self._leases.clear()
+        self._open: list[tuple[int, float, Decision, list[float]]] = []
+        self._last_stay, self._stay_at = "", -math.inf
+        self._look_at, self._state = -math.inf, None
+        self.lengths.next_iteration()
+
+    # --- what happens
+
+    def figures(self, node: str, *, worker: str, running: int, waiting: int, tokens: int, kv_used_tokens: int,
+                kv_total_tokens: int | None = None, lengths: Sequence[int] = (), **_: Any) -> None:
+        """Load of one rollout worker, a few times a second; lengths: tokens so far of (a sample of) its requests."""
+        now, last = self._clock(), self._workers[node].get(worker)
+        if last and last["running"] and running and tokens > last["tokens"] and now - last["at"] < FIGURES_GAP_S:
+            mean = 0.5 * (running + last["running"])
+            step_s = (now - last["at"]) * mean / (tokens - last["tokens"])
+            self.costs.step.observe(mean * self._config.cluster.devices_per_node, step_s)
+            self._rates[node] = mean / step_s
+        self._workers[node][worker] = {"at": now, "running": running, "waiting": waiting, "tokens": tokens, "lengths": lengths,
+                                       "kv": kv_used_tokens, "kv_total": kv_total_tokens}
+
+    def finished(self, sample: str, tokens: int) -> None:
+        self._partial.pop(sample, None)
+        self.lengths.finished(tokens)
+
+    def given_up(self, sample: str, tokens: int) -> None:
+        self._partial[sample] = tokens
+
+    def leased(self, lease: int, role: str, replica: Replica, tokens: float) -> None:
+        self._leases[lease] = (role, replica, tokens, self._clock())
+
+    def done(self, lease: int, replicas_beside: int) -> None:
+        """A lease came back. replicas_beside: copies of the model on its node, which work at the same time."""
+        if (entry := self._leases.pop(lease, None)) is None:
+            return
+        role, replica, tokens, since = entry
+        now = self._clock()
+        # A second lease waits in the worker while it does the first.
+        seconds = now - max(since, self._free_at.get(replica, 0.0))
+        self._free_at[replica] = now
+        self.costs.stages[role].observe(tokens, seconds * len(replica.nodes) / replicas_beside)
+
+    def moved(self, sources: Mapping[str, str], moves: Mapping[str, str], outcome: Outcome) -> None:
+        """A change of roles came to its end. sources: roles before it."""
+        if not outcome.committed:
+            return
+        pause_s = 1e-3 * outcome.pause_ms
+        for node, target in moves.items():
+            self.costs.moves.observe(sources[node], target, pause_s)
+        if self._open:
+            self._open[-1][3].append(pause_s)
+
+    # --- what is asked
+
+    def consult(self, policy: Policy, ledger: Ledger, roles: Mapping[str, str], may: Mapping[str, frozenset[str]],
+                down: set[tuple[str, str]], wanted: set[str], needs_scoring: bool, replicas: Mapping[str, list[Replica]],
+                since_move_s: float) -> dict[str, str]:
+        """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)} without workers;
+        wanted: groups of the running minibatch. The answer is put on record."""
+        roles = {node: role for node, role in roles.items() if (node, role) not in down}
+        states = Counter(group.state for group in ledger.groups.values())
+        # What cannot wait for the next look: a component ran out of work or got some, or nodes are others.
+        state = (not ledger.num_live, not states["generated"], not states["scored"], *sorted(roles.items()))
+        now = self._clock()
+        if now < self._look_at and state == self._state:
+            return {}
+        may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
+        units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
+        began = time.perf_counter()
+        seen = self.situation(ledger, roles, may, wanted, needs_scoring, units)
+        decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
+        seconds = time.perf_counter() - began
+        self._look_at, self._state = now + max(LOOK_S, seconds / DECISION_SHARE), state
+        self._record(decision, now, seconds, seen)
+        return decision.moves
+
+    def _record(self, decision: Decision, now: float, seconds: float, situation: Situation) -> None:
+        if not decision.moves:
+            text = decision.reason.partition(";")[0]
+            if text == self._last_stay or now - self._stay_at < STAY_RECORD_S or not decision.candidates:
+                return
+            self._last_stay, self._stay_at = text, now
+        self._number += 1
+        if decision.moves:
+            self._open.append((self._number, now, decision, []))
+            self._last_stay = ""
+        if self._journal is not None:
+            self._journal.append(
+                "decision", number=self._number, iteration=self.iteration, at_s=round(now - self._began, 3), seconds=round(seconds, 5),
+                seen=decision.seen | self.summary(situation), reason=decision.reason, chosen=decision.chosen,
+                candidates=[{"moves": c.moves, "finish_s": _finite(c.finish_s), "cost_s": round(c.cost_s, 3), "gain_s": _finite(c.gain_s)}
+                            for c in decision.candidates])
+
+    def conclude(self) -> None:
+        """The iteration's last gradient is there: how good were the forecasts of its moves?"""
+        now = self._clock()
+        for number, at, decision, pauses in self._open:
+            if math.isfinite(decision.finish_s):
+                self.costs.finish.add(decision.finish_s, now - at)
+            if self._journal is not None:
+                cost_s = decision.candidates[decision.chosen].cost_s if decision.candidates else 0.0
+                self._journal.append("decision_outcome", number=number, predicted_finish_s=_finite(decision.finish_s),
+                                     actual_finish_s=round(now - at, 3), predicted_cost_s=round(cost_s, 3), actual_cost_s=round(sum(pauses), 3))
+        self._open = []
+
+    def start_roles(self, policy: Policy, home: Mapping[str, str], may: Mapping[str, frozenset[str]], groups: int, size: int,
+                    scored: bool) -> dict[str, str]:
+        """Roles for the next iteration's beginning, from what the former ones taught."""
+        if policy.name != "adaptive" or not self.costs.step.known:
+            return rules.start_roles(policy, dict(home))
+        stages = ("inference", "training") if scored else ("training",)
+        situation = Situation(
+            home, may, dict.fromkeys(stages, Queue()), waiting=groups * size, lengths=[0] * (groups * size), live_members={size: groups},
+            max_running=self._max_running)
+        return adaptive.start_roles(policy, home, situation, self.lengths.survival([]), self.costs)
+
+    # --- what is seen
+
+    def situation(self, ledger: Ledger, roles: Mapping[str, str], may: Mapping[str, frozenset[str]], wanted: set[str],
+                  needs_scoring: bool, units: Mapping[str, int]) -> Situation:
+        """The iteration as the adaptive policy sees it."""
+        running = Counter(ledger.running.values())
+        running = {node: running[node] for node, role in roles.items() if role == "rollout"}
+        groups = defaultdict(list)
+        for group in ledger.groups.values():
+            groups[group.state].append(group)
+        lengths = [tokens for node, count in running.items() if count for tokens in self.lengths_on(node, count)]
+        lengths += [self._partial.get(sample, 0) for sample in ledger.waiting()]
+
+        def queue(waiting: str, working: str) -> Queue:
+            tokens = sum(g.num_tokens for g in groups[waiting]) + 0.5 * sum(g.num_tokens for g in groups[working])
+            # Groups of later minibatches are work, but none to begin now.
+            ready = groups[waiting] if waiting == "generated" else [g for g in groups[waiting] if g.name in wanted]
+            return Queue(len(ready), len(groups[working]), tokens)
+
+        queues = {"inference": queue("generated", "scoring")} if needs_scoring else {}
+        return Situation(
+            roles, may, queues | {"training": queue("scored", "training")}, running=running, waiting=ledger.num_waiting, lengths=lengths,
+            live_members=Counter(len(g.samples) - len(g.holders) for g in groups["generating"]),
+            finished_tokens=sum(g.num_tokens for g in groups["generating"]), prompt_tokens=self._config.algorithm.max_prompt_tokens,
+            max_running=self._max_running, kv_tokens=self.kv_tokens(), units=units, slow=self.slow(running))
+
+    def lengths_on(self, node: str, count: int) -> list[int]:
+        """Tokens so far of the `count` requests on a node, as far as its workers have told."""
+        known = sorted(tokens for figures in self._workers[node].values() for tokens in figures["lengths"])
+        if not known:
+            steps = (self._clock() - self._began) / self.costs.step.seconds(count)
+            return [min(int(steps), self.lengths.max_tokens - 1)] * count
+        return [known[(2 * i + 1) * len(known) // (2 * count)] for i in range(count)]
+
+    def kv_tokens(self) -> float | None:
+        """What the KV memory of a node holds; None while no engine has told."""
+        totals = [sum(f["kv_total"] for f in workers.values()) for workers in self._workers.values()
+                  if workers and all(f["kv_total"] for f in workers.values())]
+        return min(totals, default=None)
+
+    def slow(self, running: Mapping[str, int]) -> frozenset[str]:
+        found = summarize("rollout", self._instances(running), expected_rate=self._expected(running))
+        return frozenset({found.slowest}) if found.behind > SLOW else frozenset()
+
+    def summary(self, situation: Situation) -> dict[str, float]:
+        """What the journal has of rollout beside what a decision rests on: utilisation, also of the fullest and slowest."""
+        found = summarize("rollout", self._instances(situation.running), expected_rate=self._expected(situation.running),
+                          finished=round(self.lengths.events.sum()))
+        return {name: value for name, value in found.flat().items() if name.split("/")[1] in (
+            "tokens_per_s", "kv_mean", "kv_p90", "kv_max", "behind")}
+
+    def _instances(self, running: Mapping[str, int]) -> dict[str, Instance]:
+        out = {}
+        for node, count in running.items():
+            figures = self._workers[node].values()
+            total = sum(f["kv_total"] or 0 for f in figures)
+            out[node] = Instance(count, sum(f["waiting"] for f in figures), self._rates.get(node, 0.0) if count else 0.0,
+                                 sum(f["kv"] for f in figures) / total if total else 0.0)
+        return out
+
+    def _expected(self, running: Mapping[str, int]) -> dict[str, float]:
+        return {node: max(self.costs.step.tokens_per_s(count), 1e-9) for node, count in running.items()}
+
+
+def _finite(seconds: float) -> float | None:
+    """None in the journal stands for never."""
+    return round(seconds, 3) if math.isfinite(seconds) else None

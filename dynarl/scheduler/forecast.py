@@ -1,0 +1,241 @@
+"""When would this iteration end? A fluid model of what is left of it, for many plans at once.
+
+The first component generates, the others (stages) take groups in pipeline order. A **plan** says how many nodes each has now,
+and how many nodes rollout keeps from some later moment on; at the latest, its nodes leave with the last answer.
+
+- Generation: all live requests advance together. After x more tokens each, N(x) of them live (from the survival function)
+  and R nodes share them, so dT/dx = a + c * N / R, more where requests queue. The last ends at the expected maximum.
+- Groups: one with k live members is complete after x tokens with chance (1 - N(x)/N(0))^k. Its tokens are the work of
+  every stage.
+- Stages: work that has arrived is done first come, first served, by all nodes of the stage: a queue's departures are the
+  running maximum of (arrival, and all work since then). Groups are not split: a stage with G groups left is never faster
+  than one group, and its n nodes do as much as G / ceil(G / n).
+- A node that moves is missing for the move's cost. What rollout gives away later goes to the stages by the work that is
+  left for each; a stage that is through passes its nodes on to the next.
+
+Nothing here knows a component's name. Arrays are [plans, cells]; a cell is a span of x, or a part of what queues already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynarl.scheduler.survival import Survival, grouped, points
+
+CELLS = 32
+# What queues at a stage is cut into so many parts, so that the next stage need not wait for all of it.
+BACKLOG_CELLS = 8
+NEVER = np.inf
+# Two paths of equal length end 2 ** (1 / SHARPNESS) later than one: 9 %, as far as paths of ten per cent error are apart.
+SHARPNESS = 8
+# Nodes of a stage that has none: a finish far away instead of a division by zero.
+NO_NODES = 1e-9
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A component after the first. seconds_per_token: 0 leaves it out. groups: complete ones here, in work or not; tokens: theirs; unit: nodes of one
+    instance; reachable: rollout nodes may come here; passes_on: its nodes may go on to the next stage when it is through.
+    """
+
+    seconds_per_token: float
+    groups: int = 0
+    tokens: float = 0.0
+    unit: int = 1
+    reachable: bool = True
+    passes_on: bool = True
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is left to generate, over x further tokens. live[j]: requests alive at x[j]; complete[j]: share of the unfinished
+    groups complete by then. groups, tokens: number of them and of tokens they will have; last_tokens: those of the last.
+    peak_kv_tokens: most tokens in KV memory at once from now on.
+    """
+
+    x: np.ndarray
+    live: np.ndarray
+    complete: np.ndarray
+    groups: float
+    tokens: float
+    last_tokens: float
+    peak_kv_tokens: float
+
+
+def generation(survival: Survival, lengths, live_members: dict[int, int], finished_tokens: float,
+               prompt_tokens: float = 0.0) -> Generation:
+    """lengths: tokens so far of each live request; live_members: {live members: number of unfinished groups}; finished_tokens:
+    of finished answers in these groups; prompt_tokens: mean length of a prompt."""
+    kinds, counts = grouped(lengths)
+    if not len(kinds):
+        return Generation(np.zeros(CELLS + 1), np.zeros(CELLS + 1), np.ones(CELLS + 1), 0.0, 0.0, 0.0, 0.0)
+    furthest = max(survival.expected_max_remaining(lengths), 1.0)
+    x = points(furthest, CELLS)
+    remains = survival.remains(kinds, x)
+    live = counts @ remains
+    live[-1] = 0.0
+    groups = float(sum(live_members.values()))
+    ended = 1.0 - live / counts.sum()
+    complete = sum(n * ended**k for k, n in live_members.items()) / max(groups, 1.0)
+    rest = survival.expected_remaining(kinds)
+    tokens = finished_tokens + float(counts @ (kinds + rest))
+    # The last group is longer than the mean by what its last answer is longer.
+    last = tokens / max(groups, 1.0) + max(furthest - float(counts @ rest) / counts.sum(), 0.0)
+    held = counts @ (remains * (kinds[:, None] + x + prompt_tokens))
+    return Generation(x, live, complete, groups, tokens, min(last, tokens), float(held.max()))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """step: (a, c) of a decode step; max_running: requests that one node decodes together; move_s: seconds that a node
+    that moves later is missing; stuck: rollout nodes that can be nothing else."""
+
+    generation: Generation
+    stages: tuple[Stage, ...]
+    step: tuple[float, float]
+    max_running: int
+    move_s: float
+    stuck: int = 0
+
+
+def finish_times(problem: Problem, nodes: np.ndarray, incoming: np.ndarray, pause_s: np.ndarray, keep: np.ndarray,
+                 cell: np.ndarray) -> np.ndarray:
+    """[plans] seconds until the last stage is through. nodes, incoming: [plans, components] nodes after the first change, and
+    how many of them are new there; pause_s: [plans] how long these are missing; keep, cell: [plans] rollout nodes from that
+    cell of x on (`CELLS`: no change before the last answer)."""
+    nodes = nodes.astype(float)
+    lost = (nodes[:, 0] <= 0) & (problem.generation.live[0] > 0)
+    nodes[lost, 0] = 1.0  # for finite numbers; the answer is NEVER
+    generators, ends = _generate(problem, nodes[:, 0], keep, cell)
+    stages, rollout = problem.stages, nodes[:, 0]
+    spans = np.diff(ends, axis=1)
+    work = np.array([_work_left(problem, s) for s in range(len(stages))])
+    work = work * [stage.reachable for stage in stages]
+    left = generators[:, -1]
+    leavers = _spread(rollout - left, work, nodes[:, 1:])
+    freed = np.maximum(rollout - problem.stuck, 0.0) if problem.generation.groups else np.zeros(len(nodes))
+    freed = _spread(freed, work, nodes[:, 1:])
+    departures = np.zeros((len(nodes), 0))
+    # The last answer and its group; all the work of each stage, and one group after it.
+    paths = [ends[:, -1]] if problem.generation.groups else []
+    passed_at, passed = ends[:, -1], np.zeros(len(nodes))
+    for s, stage in enumerate(stages):
+        arrivals, size, group_s = _arrivals(problem, s, ends, departures, len(nodes))
+        if not stage.seconds_per_token:
+            departures = arrivals
+            continue
+        own = np.floor(nodes[:, 1 + s] / stage.unit) * stage.unit
+        future = problem.generation.groups + sum(up.groups for up in stages[:s + 1])
+        during = own[:, None] + leavers[:, s, None] * (generators < rollout[:, None])
+        after = own + freed[:, s]
+        last = after + passed
+        edges, capacity = _capacity(problem, ends, spans, _whole(during, future), _whole(after, future), _whole(last, future),
+                                    incoming[:, 1 + s], pause_s, np.maximum(passed_at, ends[:, -1]))
+        slope = np.maximum(_whole(last, future), NO_NODES)
+        at = _read(arrivals, edges, capacity, slope)
+        done = np.cumsum(size)
+        in_capacity = done + np.maximum.accumulate(at - (done - size), axis=1)
+        departures = np.maximum(_read(in_capacity, capacity, edges, 1.0 / slope), arrivals + group_s * (size > 0))
+        worked_off = _read(np.full((len(nodes), 1), done[-1]), capacity, edges, 1.0 / slope)[:, 0]
+        paths = [*(path + group_s for path in paths), worked_off]
+        # What is through already passes nothing on by itself: that is for a decision now.
+        if stage.passes_on and future:
+            passed_at, passed = departures[:, -1] + problem.move_s, last
+        else:
+            passed_at, passed = departures[:, -1], np.zeros(len(nodes))
+    finish = np.maximum(departures[:, -1], _latest(np.array(paths))) if paths and stages else ends[:, -1]
+    return np.where(lost, NEVER, finish)
+
+
+def _generate(problem: Problem, rollout: np.ndarray, keep: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rollout nodes in each cell, and the times at which cells end (beginning with 0)."""
+    a, c = problem.step
+    live = 0.5 * (problem.generation.live[1:] + problem.generation.live[:-1])
+    steps = np.diff(problem.generation.x)
+
+    later = np.arange(len(live))[None, :] >= cell[:, None]
+    generators = np.where(later, np.minimum(rollout, keep)[:, None], rollout[:, None])
+    # What a request shares its node with: itself and its part of the others.
+    running = np.minimum(1.0 + np.maximum(live - 1.0, 0.0) / np.maximum(generators, NO_NODES), problem.max_running)
+    queueing = np.maximum(live / np.maximum(generators * problem.max_running, NO_NODES), 1.0)
+    spans = steps * queueing * (a + c * running)
+    return generators, np.concatenate([np.zeros((len(rollout), 1)), np.cumsum(spans, axis=1)], axis=1)
+
+
+def _latest(paths: np.ndarray) -> np.ndarray:
+    """[plans] the expected latest of [paths, plans] times that are themselves uncertain: a little more than the largest where
+    others are close to it. So it pays to shorten a path that is only almost the longest."""
+    largest = np.maximum(paths.max(axis=0), 1e-9)
+    return largest * ((paths / largest) ** SHARPNESS).sum(axis=0) ** (1.0 / SHARPNESS)
+
+
+def _work_left(problem: Problem, stage: int) -> float:
+    tokens = problem.generation.tokens + sum(up.tokens for up in problem.stages[:stage + 1])
+    return problem.stages[stage].seconds_per_token * tokens
+
+
+def _spread(leavers: np.ndarray, work: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """[plans, stages] how many of the nodes that leave later go to each: whole nodes, to where less than a stage's share is."""
+    if not work.sum():
+        work = np.ones(len(work))
+    fair = work / work.sum() * (nodes.sum(axis=1) + leavers)[:, None]
+    missing = np.where(work > 0, np.maximum(fair - nodes, 1e-9), 0.0)
+    exact = leavers[:, None] * missing / missing.sum(axis=1, keepdims=True)
+    whole = np.floor(exact + 1e-9)
+    # The nodes that are left over go to the largest remainders; ties to the earlier stage, which feeds the others.
+    order = np.argsort(np.argsort(whole - exact, axis=1, kind="stable"), axis=1, kind="stable")
+    return whole + (order < np.rint(leavers - whole.sum(axis=1))[:, None])
+
+
+def _whole(nodes: np.ndarray, groups: float) -> np.ndarray:
+    """Nodes that have work when `groups` are shared out whole: 3 groups take 2 nodes as long as they take 1.5."""
+    if groups <= 0:
+        return nodes
+    return groups / np.ceil(groups / np.maximum(nodes, NO_NODES) - 1e-9)
+
+
+def _capacity(problem: Problem, ends: np.ndarray, spans: np.ndarray, during: np.ndarray, after: np.ndarray, last: np.ndarray,
+              incoming: np.ndarray, pause_s: np.ndarray, passed_at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Node-seconds [plans, edges] that a stage has had by the times of the edges."""
+    pause = problem.move_s
+    passed_at = np.maximum(passed_at, pause_s)
+    edges = np.concatenate([ends, passed_at[:, None]], axis=1)
+    grown = np.cumsum(np.maximum(np.diff(during, axis=1), 0.0), axis=1) * pause
+    capacity = np.cumsum(during * spans, axis=1)
+    capacity[:, 1:] -= grown
+    final = capacity[:, -1:] + (after * (passed_at - ends[:, -1]) - pause * np.maximum(after - during[:, -1], 0.0))[:, None]
+    capacity = np.concatenate([np.zeros((len(ends), 1)), capacity, final], axis=1)
+    capacity -= incoming[:, None] * np.minimum(edges, pause_s[:, None])
+    return edges, np.maximum.accumulate(np.maximum(capacity, 0.0), axis=1)
+
+
+def _arrivals(problem: Problem, s: int, ends: np.ndarray, upstream: np.ndarray, plans: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """When work comes to stage s, in its order: times [plans, cells], node-seconds [cells], and those of one group."""
+    stage, made = problem.stages[s], problem.generation
+    here = np.full(BACKLOG_CELLS, stage.tokens / BACKLOG_CELLS) * stage.seconds_per_token
+    if s:
+        before = sum(up.tokens for up in problem.stages[:s])
+        coming = np.concatenate([*(np.full(BACKLOG_CELLS, up.tokens / BACKLOG_CELLS) for up in reversed(problem.stages[:s])),
+                                 made.tokens * np.diff(made.complete)])
+        times = upstream
+    else:
+        before = 0.0
+        coming = made.tokens * np.diff(made.complete)
+        times = 0.5 * (ends[:, 1:] + ends[:, :-1])
+        times[:, -1] = ends[:, -1]
+    tokens, groups = made.tokens + before + stage.tokens, made.groups + sum(up.groups for up in problem.stages[:s + 1])
+    # The last to arrive decides the end; where nothing is generated any more, any group.
+    one = made.last_tokens if made.groups else tokens / max(groups, 1.0)
+    size = np.concatenate([here, coming * stage.seconds_per_token])
+    return np.concatenate([np.zeros((plans, BACKLOG_CELLS)), times], axis=1), size, one * stage.seconds_per_token
+
+
+def _read(at: np.ndarray, places: np.ndarray, values: np.ndarray, slope: np.ndarray) -> np.ndarray:
+    """Row by row: the value at `at` of the line through (places, values), going on with `slope` after its end."""
+    end = np.maximum(places[:, -1:], 1e-12)
+    # One call for all rows: each on a unit of its own, behind that of the one before.
+    shift = 2.0 * np.arange(len(at))[:, None]
+    found = np.interp((np.minimum(at / end, 1.0) + shift).ravel(), (places / end + shift).ravel(), values.ravel())
+    return found.reshape(at.shape) + np.maximum(at - end, 0.0) * slope[:, None]

@@ -1,0 +1,102 @@
+"""The forecast against iterations played out on paper, and against what can be worked out by hand."""
+
+import random
+
+import numpy as np
+import pytest
+
+from dynarl.scheduler.forecast import CELLS, Problem, Stage, finish_times, generation
+from dynarl.scheduler.replay import Replay, Work
+from dynarl.scheduler.survival import fit
+
+STEP = (0.01, 0.001)
+
+
+def drawn(count: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [min(768, 1 + int(source.lognormvariate(4.3, 0.9))) for _ in range(count)]
+
+
+SURVIVAL = fit(drawn(5000), [], 768)
+NOTHING = generation(SURVIVAL, [], {}, 0.0)
+
+
+def ends(problem: Problem, *allocations: tuple[int, ...], pause_s: float = 0.0, incoming=None, keep=None, cell: int = CELLS) -> list[float]:
+    nodes = np.array(allocations)
+    incoming = np.zeros_like(nodes) if incoming is None else np.array([incoming] * len(nodes))
+    kept = nodes[:, 0] if keep is None else np.full(len(nodes), keep)
+    return finish_times(problem, nodes, incoming, np.full(len(nodes), pause_s), kept, np.full(len(nodes), cell)).tolist()
+
+
+def problem(made=NOTHING, stages=(Stage(2e-4), Stage(6e-4, passes_on=False)), step=STEP, **options) -> Problem:
+    return Problem(made, stages, step, options.pop("max_running", 64), options.pop("move_s", 0.0), **options)
+
+
+@pytest.mark.parametrize("training", [1, 2, 5, 10])
+def test_a_queue_alone_ends_when_its_groups_are_shared_out(training):
+    found = ends(problem(stages=(Stage(1e-3, groups=10, tokens=10_000),)), (0, training))
+    assert found == pytest.approx([10 / training], rel=0.01)
+
+
+def test_groups_are_not_split():
+    queue = problem(stages=(Stage(1e-3, groups=3, tokens=3000),))
+    assert ends(queue, (0, 2), (0, 3), (0, 9)) == pytest.approx([2.0, 1.0, 1.0], rel=0.1)
+
+
+def test_a_moved_node_is_missing_for_its_cost():
+    queue = problem(stages=(Stage(1e-3, groups=40, tokens=40_000),))
+    alone, both, dear = ends(queue, (0, 1)), ends(queue, (0, 2), incoming=(0, 1), pause_s=1.0), ends(queue, (0, 2), incoming=(0, 1), pause_s=10.0)
+    assert (alone[0], both[0], dear[0]) == pytest.approx((40.0, 20.5, 25.0), rel=0.02)
+
+
+def test_a_stage_without_nodes_never_ends_unless_another_passes_its_on():
+    stages = lambda passes_on: (Stage(1e-3, 4, 4000, passes_on=passes_on), Stage(1e-3, passes_on=False))  # noqa: E731
+    assert ends(problem(stages=stages(False)), (0, 2, 0))[0] > 1e6
+    assert ends(problem(stages=stages(True)), (0, 2, 0)) == pytest.approx([4.0], rel=0.15)
+
+
+def test_requests_without_a_node_never_end():
+    assert ends(problem(generation(SURVIVAL, [0] * 8, {8: 1}, 0.0)), (0, 1, 1)) == [float("inf")]
+
+
+@pytest.mark.parametrize("allocation", [(8, 0, 0), (6, 1, 1), (4, 1, 3), (2, 2, 4)], ids=str)
+@pytest.mark.parametrize("groups", [16, 48])
+def test_it_foretells_how_iterations_end(allocation, groups):
+    """Mean over iterations of one allocation, whose nodes leave rollout with the last answer, within a tenth."""
+    forecast = ends(problem(generation(SURVIVAL, [0] * 8 * groups, {8: groups}, 0.0), (Stage(2e-4), Stage(6e-4, passes_on=False)), move_s=0.2), allocation)
+    played = [play(allocation, [drawn(8, 1000 * seed + g) for g in range(groups)]) for seed in range(16)]
+    assert forecast[0] == pytest.approx(float(np.mean(played)), rel=0.1)
+
+
+def play(allocation: tuple[int, ...], lengths) -> float:
+    roles = [role for role, count in zip(("rollout", "inference", "training"), allocation) for _ in range(count)]
+    nodes = {f"n{i}": role for i, role in enumerate(roles)}
+
+    def leave_at_the_end(replay):
+        seen = replay.situation()
+        total = sum(allocation)
+        if seen.live:
+            return {}
+        if "rollout" in seen.roles.values():
+            scorers = max(allocation[1], round(total * 0.25))
+            free = [n for n, role in seen.roles.items() if role == "rollout"]
+            return {n: "inference" if i < scorers - allocation[1] else "training" for i, n in enumerate(free)}
+        if not seen.queues["inference"].groups:
+            return {n: "training" for n, role in seen.roles.items() if role == "inference"}
+        return {}
+
+    work = Work(lengths, STEP, {"inference": 2e-4, "training": 6e-4}, 64, 0.2)
+    return Replay(work, nodes, dict.fromkeys(nodes, frozenset(("rollout", "inference", "training"))), leave_at_the_end).run()
+
+
+def test_nodes_that_leave_later_serve_the_stages_from_then_on():
+    made = generation(SURVIVAL, [60] * 24, {8: 3}, 0.0)
+    busy = problem(made, (Stage(2e-4, 20, 20_000), Stage(6e-4, 30, 30_000, passes_on=False)))
+    never, late, early = ends(busy, (6, 1, 1)), ends(busy, (6, 1, 1), keep=1, cell=24), ends(busy, (6, 1, 1), keep=1, cell=2)
+    assert early[0] < never[0] and late[0] < never[0]
+
+
+def test_the_kv_memory_is_that_of_the_fullest_moment_to_come():
+    made = generation(SURVIVAL, [0] * 64, {8: 8}, 0.0, prompt_tokens=50.0)
+    assert made.peak_kv_tokens > 64 * 50 and made.peak_kv_tokens < 64 * (50 + 768)
+    assert made.live[0] == 64 and made.live[-1] == 0 and made.complete[0] == 0 and made.complete[-1] == pytest.approx(1)
