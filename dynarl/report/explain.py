@@ -72,12 +72,14 @@ class Entry:
 
 def moves_text(moves: dict[str, str]) -> str:
     """
-    >>> moves_text({"n1": "training", "n2": "training", "n3": "inference"}), moves_text({})
+    >>> moves_text({"n2": "training", "n1": "training", "n3": "inference"}), moves_text({})
     ('n[1-2] to training, n3 to inference', 'stay')
     """
     nodes: dict[str, list[str]] = {}
     for node, role in moves.items():
         nodes.setdefault(role, []).append(node)
+    for each in nodes.values():
+        each.sort(key=lambda node: (len(node), node))
     return ", ".join(f"{hostlist.fold(each)} to {role}" for role, each in nodes.items()) or STAY
 
 
