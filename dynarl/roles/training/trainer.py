@@ -22,18 +22,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dynarl.config.schema import Config
 from dynarl.rl.losses import policy_loss, supervised_loss
 from dynarl.roles.training import microbatch
 from dynarl.roles.training.arch import Arch, read_arch
+from dynarl.roles.training.connecting import Connecting
 from dynarl.roles.training.groups import Groups, build_groups
 from dynarl.roles.training.logprobs import entropy, token_logprobs
 from dynarl.roles.training.megatron import clip_grad_by_total_norm_fp32, finalize_model_grads
@@ -42,14 +41,12 @@ from dynarl.roles.training.model import DTYPES, hidden_states, picked_logits
 from dynarl.roles.training.pipeline import gather_bytes, run_forward_backward
 from dynarl.roles.training.shard import Shard
 from dynarl.roles.training.state import Bound, State
-from dynarl.roles.training.torch_world import Draft, World
+from dynarl.roles.training.stats import STATS_BYTES, Stats, add_stats
+from dynarl.roles.training.torch_world import World
 from dynarl.transport.torch_p2p import execute
 from dynarl.vps.layout import Layout
 from dynarl.vps.plan import plan_for_rank
 from dynarl.vps.train_layout import TrainLayout
-
-Stats = dict[str, float]
-STATS_BYTES = 2048  # more than any set of statistics takes as JSON
 
 # What a replica runs while another one of its lease has a micro-batch and it has none: one token, nothing to learn.
 NOTHING = [{"sample": "", "prompt": bytes(4), "response": b"", "advantage": 0.0, "weight": 0.0}]
@@ -69,7 +66,7 @@ class Trainer:
         self.arch: Arch = dataclasses.replace(arch, spec=dataclasses.replace(arch.spec, dtype=config.model.dtype))
         self._shard: Shard | None = None
         self.next: Shard | None = None
-        self._connecting: _Connecting | None = None
+        self._connecting: Connecting | None = None
         self._asleep = self._has_sums = False
         self._kept_sums: list[Tensor] = []  # gradients, while asleep
         self.loss = "grpo"
@@ -127,7 +124,7 @@ class Trainer:
         if self.world.rank in source.ranks:
             self.world.keep_among(source.ranks)  # whoever has left the trainer began anew
         draft = self.world.draft(name)
-        self._connecting = _Connecting(draft, source, layout.checked(self.arch.spec))
+        self._connecting = Connecting(draft, source, layout.checked(self.arch.spec))
 
     def prepare(self, limit_s: float | None = None) -> int:
         """Once the groups are there, build the next shard. Returns the bytes that `allocate` will take.
@@ -399,51 +396,3 @@ class Trainer:
             self._kept_sums = []
         if not self._has_sums:  # `begin` may have come meanwhile
             self.shard.ddp.zero_grad_buffer()
-
-
-class _Connecting:
-    """Groups of a transition, made by a thread: other ranks may come to them late, and this one trains meanwhile."""
-
-    def __init__(self, draft: Draft, source: TrainLayout, layout: TrainLayout):
-        self.source, self.layout, self.draft = source, layout, draft
-        self.both: dist.ProcessGroup | None = None
-        self._ranks = sorted({*source.ranks, *layout.ranks})
-        self._groups: Groups | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="connect", daemon=True)
-        if draft.rank in self._ranks:
-            self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.both = self.draft.group(self._ranks)
-            if self.draft.rank in self.layout.ranks:
-                self._groups = build_groups(self.layout, self.draft)
-        except BaseException as error:
-            self._error = error
-
-    def wait(self, limit_s: float | None) -> Groups | None:
-        """The groups, None on a rank that is not in the layout."""
-        if self._thread.ident is not None:
-            self._thread.join(limit_s)
-            if self._thread.is_alive():
-                raise TimeoutError(f"the groups of {self.layout} are not up after {limit_s} s")
-        if self._error is not None:
-            raise RuntimeError(f"the groups of {self.layout} could not be built: {self._error}") from self._error
-        return self._groups
-
-
-def add_stats(parts: Sequence[Stats]) -> Stats:
-    """Sum of statistics; names in _max take the maximum.
-
-    >>> add_stats([{"tokens": 2.0, "x_max": 1.0}, {"tokens": 3.0, "x_max": 0.5}])
-    {'tokens': 5.0, 'x_max': 1.0}
-    """
-    total: Stats = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in total:
-                total[name] = value
-            else:
-                total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
-    return total

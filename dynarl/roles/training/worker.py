@@ -31,7 +31,8 @@ from dynarl.roles.training.groups import replica_layout
 from dynarl.roles.training.leases import Lease, LeaseQueue
 from dynarl.roles.training.reduction import tree_sum
 from dynarl.roles.training.state import State
-from dynarl.roles.training.trainer import Trainer, add_stats
+from dynarl.roles.training.stats import add_stats
+from dynarl.roles.training.trainer import Trainer
 from dynarl.roles.worker import Worker, main
 from dynarl.transport.planning import RankPlan, Request, layout_of
 from dynarl.transport.torch_p2p import LIMIT_S
