@@ -27,11 +27,11 @@ import msgspec
 
 from dynarl.agent.remapper import PhaseTimeout, Remapper
 from dynarl.transport.carrier import Carrier
-from dynarl.transport.files import StagedModel
 from dynarl.transport.mailbox import Mailbox, Overdue
 from dynarl.transport.messages import Lanes, Schedule
 from dynarl.transport.mpi import Exchange, Lane, neighbours
 from dynarl.transport.planning import RankPlan, Request, plan_rank
+from dynarl.transport.staged import StagedModel
 from dynarl.vps.train_layout import TrainLayout
 
 log = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from dynarl.config.schema import Config, Model
 from dynarl.roles.training import megatron_cpu, torch_world
 from dynarl.roles.training.state import State
 from dynarl.roles.training.trainer import Trainer
-from dynarl.transport.files import StagedModel
 from dynarl.transport.planning import Request, describe
+from dynarl.transport.staged import StagedModel
 from dynarl.transport.torch_p2p import execute
 from dynarl.vps.plan import plan_for_rank
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dynarl.transport.files import CheckpointReader, CheckpointWriter, StagedModel, fill, owned_once
+from dynarl.transport.files import CheckpointReader, CheckpointWriter, fill, owned_once
 from dynarl.transport.messages import Fragment
+from dynarl.transport.staged import StagedModel
 from dynarl.vps.layout import CheckpointLayout
 from dynarl.vps.spec import ModelSpec
 

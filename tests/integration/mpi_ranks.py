@@ -216,7 +216,7 @@ async def main(scenario: str, directory: Path) -> dict:
     if scenario == "sync" and not fault:
         from numpy_ends import coded
 
-        from dynarl.transport.files import StagedModel
+        from dynarl.transport.staged import StagedModel
         from dynarl.vps.digest import digest_weights
 
         model = StagedModel.open(Path(target), request.spec)

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy_ends import DTYPES, Arrays, coded
 
-from dynarl.transport.files import CheckpointReader, CheckpointWriter, FileError, StagedModel, fill, owned_once
+from dynarl.transport.files import CheckpointReader, CheckpointWriter, FileError, fill, owned_once
 from dynarl.transport.messages import Fragment, num_bytes
+from dynarl.transport.staged import StagedModel
 from dynarl.vps.box import volume, whole
 from dynarl.vps.digest import digest_box, digest_weights
 from dynarl.vps.layout import ALL_KINDS, EngineLayout
