@@ -18,9 +18,10 @@ import sys
 import time
 from typing import Any
 
-from dynarl.vps.layout import Layout, parse
+from dynarl.vps.layout import Layout
+from dynarl.vps.layout_text import parse
 from dynarl.vps.plan import Plan, plan_for_rank, plan_transition
-from dynarl.vps.spec import preset
+from dynarl.vps.presets import preset
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 RANKS_PER_NODE = 8

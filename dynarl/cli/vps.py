@@ -58,7 +58,7 @@ def plan(
     if importlib.util.find_spec("numpy") is None:
         raise DynarlError("planning needs numpy, which is not installed here: pip install numpy")
     from dynarl.report.units import parse_rate, parse_size
-    from dynarl.vps.layout import parse
+    from dynarl.vps.layout_text import parse
     from dynarl.vps.plan import plan_transition
 
     try:
@@ -85,7 +85,8 @@ def plan(
 def _model(name: str) -> ModelSpec:
     import json
 
-    from dynarl.vps.spec import ModelSpec, preset
+    from dynarl.vps.presets import preset
+    from dynarl.vps.spec import ModelSpec
 
     path = Path(name)
     if path.is_dir():

@@ -65,7 +65,7 @@ def owned_once(spec: Spec, layout: Any, rank: int, kinds: Iterable[str]) -> list
     """What `rank` has to write: what it holds, without what a lower rank holds too.
 
     >>> from dynarl.vps.layout import EngineLayout
-    >>> from dynarl.vps.spec import preset
+    >>> from dynarl.vps.presets import preset
     >>> spec = preset("smollm2-135m")
     >>> sum(volume(f.box) for r in range(4) for f in owned_once(spec, EngineLayout(tp=1, dp=4), r, ["param"]))
     134515008

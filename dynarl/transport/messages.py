@@ -11,7 +11,7 @@ from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 from dynarl.transport.mailbox import Ring
 from dynarl.vps.box import Box, volume
-from dynarl.vps.plan import Fragment
+from dynarl.vps.steps import Fragment
 
 
 class Message(NamedTuple):

@@ -17,7 +17,8 @@ import msgspec
 from dynarl.transport.messages import Places
 from dynarl.vps.layout import CheckpointLayout, EngineLayout, HFLayout, Layout
 from dynarl.vps.plan import plan_for_rank
-from dynarl.vps.spec import ModelSpec, preset
+from dynarl.vps.presets import preset
+from dynarl.vps.spec import ModelSpec
 from dynarl.vps.train_layout import Shards, TrainLayout
 
 LAYOUTS = {cls.__name__: cls for cls in (TrainLayout, EngineLayout, HFLayout, CheckpointLayout)}

@@ -16,7 +16,8 @@ import numpy as np
 from dynarl.vps.box import Box, intersect, volume
 
 if TYPE_CHECKING:
-    from dynarl.vps.plan import Fragment, Plan
+    from dynarl.vps.plan import Plan
+    from dynarl.vps.steps import Fragment
 
 Stored = list[tuple[Box, np.ndarray]]
 

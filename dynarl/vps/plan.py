@@ -16,7 +16,7 @@ degrees, so a rank that computes its own part only (`plan_for_rank`) comes to th
 whether all planned from the same facts; `agreement` says whether what one rank will send is what the others expect.
 
 >>> from dynarl.vps.layout import EngineLayout
->>> from dynarl.vps.spec import preset
+>>> from dynarl.vps.presets import preset
 >>> plan = plan_transition(preset("smollm2-135m"), EngineLayout(tp=1), EngineLayout(tp=3), kinds=["param"])
 >>> plan.bytes_received, plan.bytes_received == plan.lower_bound
 ({0: 0, 1: 89723520, 2: 89723520}, True)
@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -41,63 +41,7 @@ from dynarl.vps.planner import Moves, Parts, Planner
 from dynarl.vps.rounds import num_rounds, round_of, simulate
 from dynarl.vps.routes import HOPS
 from dynarl.vps.spec import ModelSpec
-
-
-class Fragment(NamedTuple):
-    """A box of one kind of one tensor (by its index in spec.tensors). It lies in one piece at the source and one at the
-    destination."""
-
-    kind: str
-    tensor: int
-    box: Box
-
-
-class Exchange(NamedTuple):
-    """What a rank does with one peer in one round: both directions at once, each one message.
-
-    A message is its fragments in this order, each row-major, nothing between them. A fragment that this rank does not
-    hold at the source is passed on: it arrived in an earlier step.
-    """
-
-    round: int
-    peer: int
-    out: list[Fragment]
-    into: list[Fragment]
-
-
-class Local(NamedTuple):
-    """What a rank does by itself in a step. keep: its own source (or `held` copy) becomes destination. derive: cast
-    from the master, which has arrived by the end of that step.
-    """
-
-    how: Literal["keep", "derive"]
-    step: int
-    fragment: Fragment
-
-
-class Step(NamedTuple):
-    """In this order: keep, exchange round by round, derive, release (source memory that is not needed any more)."""
-
-    number: int
-    keep: list[Fragment]
-    exchanges: list[Exchange]
-    derive: list[Fragment]
-    release: list[Fragment]
-
-
-class Pair(NamedTuple):
-    """One message of a round."""
-
-    sender: int
-    receiver: int
-    nbytes: int
-
-
-class Round(NamedTuple):
-    """One matching: no rank is in two pairs, but for the two directions of the same."""
-
-    number: int
-    pairs: list[Pair]
+from dynarl.vps.steps import Exchange, Fragment, Local, Pair, Round, Step
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -52,9 +52,9 @@ def test_the_table_says_bytes_bound_peak_rounds_time_and_shows_a_picture():
 
 def test_the_picture_needs_no_symbols_beyond_ascii():
     from dynarl.cli.vps import picture
-    from dynarl.vps.layout import parse
+    from dynarl.vps.layout_text import parse
     from dynarl.vps.plan import plan_transition
-    from dynarl.vps.spec import preset
+    from dynarl.vps.presets import preset
 
     plan = plan_transition(preset("smollm2-135m"), parse("dp=2"), parse("engine:tp=3,ranks=2-4"), kinds=["param"])
     plain, fancy = ("\n".join(picture(plan, fancy)) for fancy in (False, True))

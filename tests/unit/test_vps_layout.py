@@ -14,8 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynarl.vps.layout import CheckpointLayout, EngineLayout, HFLayout, LayoutError, parse
-from dynarl.vps.spec import Latent, ModelSpec, preset
+from dynarl.vps.layout import CheckpointLayout, EngineLayout, HFLayout, LayoutError
+from dynarl.vps.layout_text import parse
+from dynarl.vps.presets import preset
+from dynarl.vps.spec import Latent, ModelSpec
 from dynarl.vps.train_layout import TrainLayout
 
 RELAXED = settings(

@@ -11,13 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vps_pairs import KINDS, OPTIMIZER, addresses, assert_same, engines, layouts, legal, pairs, specs
+from vps_pairs import (
+    KINDS,
+    OPTIMIZER,
+    addresses,
+    assert_same,
+    engines,
+    layouts,
+    legal,
+    pairs,
+    specs,
+)
 
 from dynarl.vps import execute
 from dynarl.vps.layout import CheckpointLayout, EngineLayout
 from dynarl.vps.overlap import concat
 from dynarl.vps.plan import plan_for_rank, plan_transition
-from dynarl.vps.spec import ModelSpec, preset
+from dynarl.vps.presets import preset
+from dynarl.vps.spec import ModelSpec
 from dynarl.vps.train_layout import TrainLayout
 
 ALL = ("param", *OPTIMIZER)
@@ -348,7 +359,7 @@ def test_the_digest_is_that_of_the_inputs():
 def test_the_digest_is_the_same_in_every_process():
     code = (
         "from dynarl.vps.plan import plan_for_rank\n"
-        "from dynarl.vps.spec import preset\n"
+        "from dynarl.vps.presets import preset\n"
         "from dynarl.vps.train_layout import TrainLayout\n"
         "src = TrainLayout(dp=2).with_shards({0: {(0, 'embedding.word_embeddings.weight'): (0, 5)}})\n"
         "print(plan_for_rank(preset('smollm2-135m'), src, TrainLayout(tp=3), 0, kinds=['param']).digest)"

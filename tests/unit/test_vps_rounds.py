@@ -128,7 +128,7 @@ def test_both_directions_and_separate_pairs_run_at_the_same_time_but_messages_of
 
 def test_no_estimate_beats_the_busiest_link():
     from dynarl.vps.layout import EngineLayout
-    from dynarl.vps.spec import preset
+    from dynarl.vps.presets import preset
     from dynarl.vps.train_layout import TrainLayout
 
     spec = preset("qwen2.5-1.5b")

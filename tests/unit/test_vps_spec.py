@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from dynarl.vps.spec import PRESETS, ModelSpec, SpecError, preset
+from dynarl.vps.presets import PRESETS, preset
+from dynarl.vps.spec import ModelSpec, SpecError
 
 # Totals as their authors or the Hugging Face hub state them; those of GPT-3 follow from its table of sizes.
 PARAMETERS = {
