@@ -110,3 +110,25 @@ def test_an_owner_that_dies_while_the_layout_changes_costs_a_step_back_and_not_t
     assert len(job.records("step_launched")) == 1, "the step has to live on"
     assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
     job.cluster.run(["scancel", job.job_id])
+
+
+def test_an_owner_that_joined_and_dies_takes_the_trainer_back_to_its_checkpoint_on_both_nodes(minislurm, runs):
+    job = JobRun.submit(
+        minislurm(nodes=3), runs, "cluster.nodes=3", "split.rollout=2", "policy.dwell_s=0.0", "run.iterations=100000",
+        "cluster.time=0:30:00", "checkpoint.every=1", 'training.layouts={2: "nodes=2"}')
+    committed = job.until(lambda: job.records("layout_committed"), 150, "the trainer has grown")[0]
+    [joined] = [n for n, role in committed["home"].items() if role == "training" and n != "n1"]
+    job.until(lambda: [r for r in job.records("checkpoint_saved") if r["iteration"] >= 3], 150, "a checkpoint of both")
+    kill(job.worker_pids("training", joined)[0])
+    resumed = job.until(lambda: job.records("resumed"), 150, "the trainer has resumed")[0]
+    assert resumed["iteration"] >= 3
+
+    def after(type_):
+        return [r for r in job.records(type_) if r["seq"] > resumed["seq"]]
+
+    job.until(lambda: len(after("step_committed")) >= 2, 150, "more iterations")
+    assert not after("layout_proposed"), "it has both nodes already"
+    assert all(r["roles"][joined] == "training" for r in after("epoch_committed"))
+    assert len(job.records("step_launched")) == 1, "the step has to live on"
+    assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
+    job.cluster.run(["scancel", job.job_id])
