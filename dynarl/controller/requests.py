@@ -15,7 +15,7 @@ from dynarl.dataflow.ledger import Ledger
 log = logging.getLogger(__name__)
 
 # Between two looks at whether running requests should change nodes: a move is judged by what came of the last ones.
-REBALANCE_S = 0.5
+REBALANCE_S = 1.0
 
 
 class Requests:

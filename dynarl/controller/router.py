@@ -6,7 +6,7 @@ It outlives iterations, because what it has learned of lengths and speeds does. 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,11 +62,12 @@ class Router:
 
     def place(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, list[str]]:
         """Node -> waiting samples that it should get now. The caller hands them out."""
-        instances = self._instances(ledger, nodes, now)
-        free = sum(max(0, instance.max_running - len(instance.running)) for instance in instances)
+        running = Counter(ledger.running.values())
+        # Only these are looked at: mostly one answer has finished, and all nodes but one are full.
+        free = {node: self._max_running - running[node] for node in nodes if running[node] < self._max_running}
         waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
-                   for sample in ledger.waiting(free)]
-        assigned = route(waiting, instances).assigned if waiting else {}
+                   for sample in ledger.waiting(sum(free.values()))]
+        assigned = route(waiting, self._instances(ledger, list(free), now)).assigned if waiting else {}
         for samples in assigned.values():
             self.handed_out(samples, now)
         return assigned
