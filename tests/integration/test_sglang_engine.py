@@ -106,8 +106,13 @@ def test_an_aborted_request_goes_on_here_and_in_the_other_engine_as_if_it_had_no
     resumed = whole | {"max_response_tokens": limit, "response": partial["response"], "logprobs": partial["logprobs"]}
     wanted = local(models[0], 1, [whole | {"max_response_tokens": limit}])[whole["sample"]]
     assert_same(msgspec.structs.asdict(local(models[0], 1, [resumed])[whole["sample"]]), wanted)
+    before = worker.call("figures")
     worker.call("submit", requests=[resumed])
     assert_same(finished(worker, 1)[whole["sample"]], wanted)
+    after = worker.call("figures")
+    # The server still had the prefix that it had made itself.
+    assert after["reused_tokens"] - before["reused_tokens"] > len(partial["response"]) // 4 / 2
+    assert after["prefill_tokens"] - before["prefill_tokens"] < len(partial["response"]) // 4 / 2
 
 
 def test_abort_of_all_returns_every_request_once_and_none_finishes_later(worker, models):
