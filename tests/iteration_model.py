@@ -1,7 +1,8 @@
 """An iteration in miniature, for tests of policies: the real ledger and the real decisions, on nodes whose work takes ticks.
 
-One tick is one token of every running answer. Hand-outs are those of `dynarl.controller.iteration` to equal nodes that know no
-lengths: even shares of requests, two leases at a time, nothing for a node that is about to change its role; one change at a time, `move_ticks` long.
+One tick is one token of every running answer. Hand-outs are those of `dynarl.controller.iteration` to equal nodes when no
+length is known: even shares of requests, two leases at a time, nothing for a node that is about to change its role; one
+change at a time, `move_ticks` long.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ FEW = 8
 LEAST_S = 0.1
 # Loads at the two ends of a reading that differ by more say little of either.
 MOST_CHANGE = 1.8
-# Weight of a reading in the line after the next one has come; readings of one instance for its factor.
-FORGETTING, KEPT_STEPS = 0.98, 9
+# Time in which a reading loses half of its weight in the line: its range of loads is that of an iteration, not of a
+# moment. Readings of one instance that its factor is the median of.
+HALF_LIFE_S, KEPT_STEPS = 60.0, 9
 # How far an instance is taken to be from the line at most, and the steps in which that is counted.
 MOST_OCTAVES, STEPS_PER_OCTAVE = 4.0, 4
 
@@ -79,6 +80,7 @@ class Speeds:
         self._last: dict[str, tuple[float, int, int]] = {}  # instance -> (time, tokens, running)
         self._steps: dict[str, deque[tuple[float, float]]] = {}  # instance -> (b, seconds per step)
         self._sums = [0.0] * 5  # of 1, b, t, b * b, b * t
+        self._summed_at = 0.0
 
     def note(self, instance: str, now: float, tokens: int, running: int) -> None:
         """A reading at `now` seconds: `tokens` made since the engine's start, `running` requests in it."""
@@ -92,7 +94,9 @@ class Speeds:
             return
         step_s = (now - before) * b / made
         self._steps.setdefault(instance, deque(maxlen=KEPT_STEPS)).append((b, step_s))
-        self._sums = [FORGETTING * old + new for old, new in zip(self._sums, (1.0, b, step_s, b * b, b * step_s))]
+        kept = 0.5 ** ((now - self._summed_at) / HALF_LIFE_S)
+        self._sums = [kept * old + new for old, new in zip(self._sums, (1.0, b, step_s, b * b, b * step_s))]
+        self._summed_at = now
 
     def known(self) -> bool:
         return self._sums[0] > 0
