@@ -27,8 +27,17 @@ from dynarl.scheduler.situation import Queue, Situation
 from dynarl.scheduler.survival import Lengths, Survival, fit
 
 # (devices, components, live requests), one at a time away from the middle, and the largest of all.
-SIZES = [(8, 3, 512), (64, 3, 4096), (1024, 3, 512), (1024, 3, 8192), (1024, 3, 65536), (1024, 5, 8192), (1024, 8, 8192), (8192, 3, 65536),
-         (8192, 8, 65536)]
+SIZES = [
+    (8, 3, 512),
+    (64, 3, 4096),
+    (1024, 3, 512),
+    (1024, 3, 8192),
+    (1024, 3, 65536),
+    (1024, 5, 8192),
+    (1024, 8, 8192),
+    (8192, 3, 65536),
+    (8192, 8, 65536),
+]
 DECISIONS = 50
 MAX_TOKENS = 2048
 SEARCHES, ITERATIONS, SCHEDULES = 60, 8, 240
@@ -48,10 +57,18 @@ def measure(note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
         note(f"iteration {seed + 1} of {ITERATIONS} on paper")
         cases.append(iteration_quality(seed))
     adaptive_s = [case["adaptive_s"] for case in cases]
-    against = {name: statistics.fmean(mine / case[f"{name}_s"] for mine, case in zip(adaptive_s, cases))
-               for name in ("clairvoyant", "bound", "threshold", "colocated")}
-    return {"schema": 1, "bench": "scheduler", "rows": rows, "ratio_to_exhaustive": {"mean": statistics.fmean(search), "worst": max(search)},
-            "seconds_to": against, "cases": cases}
+    against = {
+        name: statistics.fmean(mine / case[f"{name}_s"] for mine, case in zip(adaptive_s, cases))
+        for name in ("clairvoyant", "bound", "threshold", "colocated")
+    }
+    return {
+        "schema": 1,
+        "bench": "scheduler",
+        "rows": rows,
+        "ratio_to_exhaustive": {"mean": statistics.fmean(search), "worst": max(search)},
+        "seconds_to": against,
+        "cases": cases,
+    }
 
 
 # --- time
@@ -69,8 +86,13 @@ def decision_time(devices: int, components: int, live: int) -> dict[str, Any]:
         adaptive.decide(POLICY, situation, fit(finished, situation.lengths, MAX_TOKENS), costs)
         took.append(1e3 * (time.thread_time() - began))
     took.sort()
-    return {"devices": devices, "components": components, "live_requests": live, "p50_ms": statistics.median(took),
-            "p99_ms": took[-(-99 * len(took) // 100) - 1]}
+    return {
+        "devices": devices,
+        "components": components,
+        "live_requests": live,
+        "p50_ms": statistics.median(took),
+        "p99_ms": took[-(-99 * len(took) // 100) - 1],
+    }
 
 
 def lengths(source: random.Random, count: int) -> list[int]:
@@ -103,7 +125,10 @@ def middle(source: random.Random, devices: int, names: list[str], live: int, siz
     generators = [node for node, role in roles.items() if role == names[0]]
     running = dict.fromkeys(generators, live // len(generators))
     running[generators[0]] += live % len(generators)
-    queues = {stage: Queue(source.randrange(4 * devices), source.randrange(devices + 1), source.randrange(1, 2000 * devices)) for stage in stages}
+    queues = {
+        stage: Queue(source.randrange(4 * devices), source.randrange(devices + 1), source.randrange(1, 2000 * devices))
+        for stage in stages
+    }
     members: dict[int, int] = {}
     left = live
     while left:
@@ -111,24 +136,41 @@ def middle(source: random.Random, devices: int, names: list[str], live: int, siz
         members[alive] = members.get(alive, 0) + 1
         left -= alive
     everything = frozenset(names)
-    return Situation(roles, dict.fromkeys(roles, everything), queues, names[0], running, 0, lengths(source, live), members,
-                     100.0 * live, 64.0, max_running=max(64, 2 * live // len(generators)))
+    return Situation(
+        roles,
+        dict.fromkeys(roles, everything),
+        queues,
+        names[0],
+        running,
+        0,
+        lengths(source, live),
+        members,
+        100.0 * live,
+        64.0,
+        max_running=max(64, 2 * live // len(generators)),
+    )
 
 
 # --- search
 
 
 def search_quality(seed: int) -> float:
-    """Forecast of what was decided over that of the best of all allocations of a few nodes, at most 1 when nothing is missed."""
+    """Forecast of what was decided over that of the best of all allocations of a few nodes, at most 1 when nothing
+    is missed."""
     source = random.Random(seed)
     names = ["rollout", "inference", "training"]
     situation, costs = middle(source, source.randint(4, 24), names, source.randint(8, 200)), learned(names[1:], source)
     survival = fit(lengths(source, 500), situation.lengths, MAX_TOKENS)
-    chosen, best = (adaptive.decide(POLICY, situation, survival, costs, **options) for options in ({}, {"allocations": every_allocation}))
+    chosen, best = (
+        adaptive.decide(POLICY, situation, survival, costs, **options)
+        for options in ({}, {"allocations": every_allocation})
+    )
     return chosen.finish_s / best.finish_s
 
 
-def every_allocation(situation: Situation, pool: Pool, may_leave: int, may_return: int, work: list[float]) -> list[tuple[int, ...]]:
+def every_allocation(
+    situation: Situation, pool: Pool, may_leave: int, may_return: int, work: list[float]
+) -> list[tuple[int, ...]]:
     """All ways to put all nodes somewhere, the present one first."""
     now = tuple(pool.now[component] for component in situation.components)
     total, found = len(situation.roles), [now]
@@ -151,8 +193,12 @@ def iteration_quality(seed: int) -> dict[str, float]:
     def draw(count: int) -> list[int]:
         return [min(cap, 1 + int(source.lognormvariate(4.3, 0.9))) for _ in range(count)]
 
-    work = Work([draw(size) for _ in range(groups)], (source.choice([0.005, 0.01, 0.02]), source.choice([0.0005, 0.001, 0.002])),
-                {"inference": source.choice([1e-4, 3e-4]), "training": source.choice([3e-4, 1e-3])}, 96)
+    work = Work(
+        [draw(size) for _ in range(groups)],
+        (source.choice([0.005, 0.01, 0.02]), source.choice([0.0005, 0.001, 0.002])),
+        {"inference": source.choice([1e-4, 3e-4]), "training": source.choice([3e-4, 1e-3])},
+        96,
+    )
     home = {f"n{i}": role for i, role in enumerate(["training", "inference", *["rollout"] * (nodes - 2)])}
     memory = Lengths(cap)
     for length in draw(groups * size):  # the former iteration
@@ -191,9 +237,21 @@ def ask_rules(policy: Policy) -> Callable[[Replay], Mapping[str, str]]:
     def ask(replay: Replay) -> Mapping[str, str]:
         seen = replay.situation()
         score, train = seen.queues["inference"], seen.queues["training"]
-        return rules.decide(policy, rules.View(
-            dict(seen.roles), dict(seen.may), dict(seen.running), seen.waiting, sum(seen.live_members.values()), True,
-            score.waiting, score.in_work, train.waiting, train.in_work))
+        return rules.decide(
+            policy,
+            rules.View(
+                dict(seen.roles),
+                dict(seen.may),
+                dict(seen.running),
+                seen.waiting,
+                sum(seen.live_members.values()),
+                True,
+                score.waiting,
+                score.in_work,
+                train.waiting,
+                train.in_work,
+            ),
+        )
 
     return ask
 
@@ -202,11 +260,13 @@ Schedule = list[tuple[float, tuple[int, ...]]]
 
 
 def clairvoyant(work: Work, roles: dict[str, str], may: Mapping[str, frozenset[str]], source: random.Random) -> float:
-    """Seconds of the best schedule found by trying `SCHEDULES` of them on the very lengths: [(share of answers finished, nodes of
-    each component)], the first at random, the others changes of the best."""
+    """Seconds of the best schedule found by trying `SCHEDULES` of them on the very lengths: [(share of answers
+    finished, nodes of each component)], the first at random, the others changes of the best."""
     best, best_s = [], float("inf")
     for attempt in range(SCHEDULES):
-        schedule = random_schedule(len(roles), source) if attempt < SCHEDULES // 3 else changed(best, len(roles), source)
+        schedule = (
+            random_schedule(len(roles), source) if attempt < SCHEDULES // 3 else changed(best, len(roles), source)
+        )
         try:
             seconds = Replay(work, roles, may, follow(schedule)).run(limit_s=best_s)
         except RuntimeError:  # it leaves work without nodes, or takes longer than the best
@@ -217,7 +277,8 @@ def clairvoyant(work: Work, roles: dict[str, str], may: Mapping[str, frozenset[s
 
 
 def follow(schedule: Schedule) -> Callable[[Replay], Mapping[str, str]]:
-    """Carries out each change when so many answers have finished; what a stage has no more work for goes on to the next."""
+    """Carries out each change when so many answers have finished; what a stage has no more work for goes on to the
+    next."""
 
     def ask(replay: Replay) -> Mapping[str, str]:
         share = len(replay.finished) / len(replay.length)
@@ -230,7 +291,7 @@ def follow(schedule: Schedule) -> Callable[[Replay], Mapping[str, str]]:
         if not situation.live:
             target = [0, *target[1:-1], target[-1] + target[0]]
             for stage, queue in enumerate(list(situation.queues.values())[:-1], 1):
-                if not queue.groups and not any(q.groups for q in list(situation.queues.values())[:stage - 1]):
+                if not queue.groups and not any(q.groups for q in list(situation.queues.values())[: stage - 1]):
                     target[-1], target[stage] = target[-1] + target[stage], 0
         flows = pool.flows(tuple(target))
         return pool.pick(flows) or {} if flows else {}
@@ -239,7 +300,9 @@ def follow(schedule: Schedule) -> Callable[[Replay], Mapping[str, str]]:
 
 
 def random_schedule(nodes: int, source: random.Random) -> Schedule:
-    changes = sorted((source.uniform(0.2, 1.0), source.random(), source.uniform(0.05, 0.5)) for _ in range(source.randint(1, 3)))
+    changes = sorted(
+        (source.uniform(0.2, 1.0), source.random(), source.uniform(0.05, 0.5)) for _ in range(source.randint(1, 3))
+    )
     rollout, schedule = nodes, []
     for at, fewer, scoring in [*changes, (1.0, 1.0, changes[-1][2])]:
         rollout = 0 if at == 1.0 else max(1, round(rollout * fewer))

@@ -180,7 +180,8 @@ class Iteration:
 
     def _at_work(self, role: str) -> list[str]:
         """Nodes that take work of `role` now."""
-        return [n for n, r in self._epochs.roles.items() if r == role and n not in self._leaving and (n, role) not in self._down]
+        away = self._leaving | {n for n, r in self._down if r == role}
+        return [n for n, r in self._epochs.roles.items() if r == role and n not in away]
 
     def _addresses(self) -> dict[str, str]:
         return {node: agent.peer_address for node, agent in self._fleet.agents.items()}
@@ -351,7 +352,7 @@ class Iteration:
             return
         if self._policy.name == "adaptive":
             moves = self._monitor.consult(
-                self._policy, self.ledger, self._epochs.roles, self._may, self._down, {group.name for group in to_train},
+                self._policy, self.ledger, self._epochs.roles, self._may, self._down, {g.name for g in to_train},
                 self._needs_scoring, self._replicas, time.monotonic() - self._last_change)
         else:
             moves = decide(self._policy, self.view(to_train))

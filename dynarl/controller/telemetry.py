@@ -1,7 +1,8 @@
-"""What the scheduler knows: measured step times, seconds per token and pauses, lengths of answers; and its decisions on record.
+"""What the scheduler knows: measured step times, seconds per token and pauses, lengths of answers; and its decisions
+on record.
 
-One `Monitor` for the whole job: what one iteration teaches, the next one uses. It is told what happens (`figures` of the
-rollout workers, answers, leases, moves) under every policy; the adaptive one also asks it what to do.
+One `Monitor` for the whole job: what one iteration teaches, the next one uses. It is told what happens (`figures` of
+the rollout workers, answers, leases, moves) under every policy; the adaptive one also asks it what to do.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ STAY_RECORD_S = 1.0
 class Monitor:
     """Knowledge and record of the scheduler. `journal` None: nothing is recorded."""
 
-    def __init__(self, config: Config, journal: Journal | None = None, first_number: int = 0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        config: Config,
+        journal: Journal | None = None,
+        first_number: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._config, self._journal, self._number, self._clock = config, journal, first_number, clock
         self._max_running = config.rollout.max_running * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
@@ -62,8 +69,19 @@ class Monitor:
 
     # --- what happens
 
-    def figures(self, node: str, *, worker: str, running: int, waiting: int, tokens: int, kv_used_tokens: int,
-                kv_total_tokens: int | None = None, lengths: Sequence[int] = (), **_: Any) -> None:
+    def figures(
+        self,
+        node: str,
+        *,
+        worker: str,
+        running: int,
+        waiting: int,
+        tokens: int,
+        kv_used_tokens: int,
+        kv_total_tokens: int | None = None,
+        lengths: Sequence[int] = (),
+        **_: Any,
+    ) -> None:
         """Load of one rollout worker, a few times a second; lengths: tokens so far of (a sample of) its requests."""
         now, last = self._clock(), self._workers[node].get(worker)
         if last and last["running"] and running and tokens > last["tokens"] and now - last["at"] < FIGURES_GAP_S:
@@ -71,8 +89,15 @@ class Monitor:
             step_s = (now - last["at"]) * mean / (tokens - last["tokens"])
             self.costs.step.observe(mean * self._config.cluster.devices_per_node, step_s)
             self._rates[node] = mean / step_s
-        self._workers[node][worker] = {"at": now, "running": running, "waiting": waiting, "tokens": tokens, "lengths": lengths,
-                                       "kv": kv_used_tokens, "kv_total": kv_total_tokens}
+        self._workers[node][worker] = {
+            "at": now,
+            "running": running,
+            "waiting": waiting,
+            "tokens": tokens,
+            "lengths": lengths,
+            "kv": kv_used_tokens,
+            "kv_total": kv_total_tokens,
+        }
 
     def finished(self, sample: str, tokens: int) -> None:
         self._partial.pop(sample, None)
@@ -107,11 +132,20 @@ class Monitor:
 
     # --- what is asked
 
-    def consult(self, policy: Policy, ledger: Ledger, roles: Mapping[str, str], may: Mapping[str, frozenset[str]],
-                down: set[tuple[str, str]], wanted: set[str], needs_scoring: bool, replicas: Mapping[str, list[Replica]],
-                since_move_s: float) -> dict[str, str]:
-        """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)} without workers;
-        wanted: groups of the running minibatch. The answer is put on record."""
+    def consult(
+        self,
+        policy: Policy,
+        ledger: Ledger,
+        roles: Mapping[str, str],
+        may: Mapping[str, frozenset[str]],
+        down: set[tuple[str, str]],
+        wanted: set[str],
+        needs_scoring: bool,
+        replicas: Mapping[str, list[Replica]],
+        since_move_s: float,
+    ) -> dict[str, str]:
+        """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)}
+        without workers; wanted: groups of the running minibatch. The answer is put on record."""
         roles = {node: role for node, role in roles.items() if (node, role) not in down}
         states = Counter(group.state for group in ledger.groups.values())
         # What cannot wait for the next look: a component ran out of work or got some, or nodes are others.
@@ -141,10 +175,24 @@ class Monitor:
             self._last_stay = ""
         if self._journal is not None:
             self._journal.append(
-                "decision", number=self._number, iteration=self.iteration, at_s=round(now - self._began, 3), seconds=round(seconds, 5),
-                seen=decision.seen | self.summary(situation), reason=decision.reason, chosen=decision.chosen,
-                candidates=[{"moves": c.moves, "finish_s": _finite(c.finish_s), "cost_s": round(c.cost_s, 3), "gain_s": _finite(c.gain_s)}
-                            for c in decision.candidates])
+                "decision",
+                number=self._number,
+                iteration=self.iteration,
+                at_s=round(now - self._began, 3),
+                seconds=round(seconds, 5),
+                seen=decision.seen | self.summary(situation),
+                reason=decision.reason,
+                chosen=decision.chosen,
+                candidates=[
+                    {
+                        "moves": c.moves,
+                        "finish_s": _finite(c.finish_s),
+                        "cost_s": round(c.cost_s, 3),
+                        "gain_s": _finite(c.gain_s),
+                    }
+                    for c in decision.candidates
+                ],
+            )
 
     def conclude(self) -> None:
         """The iteration's last gradient is there: how good were the forecasts of its moves?"""
@@ -154,25 +202,51 @@ class Monitor:
                 self.costs.finish.add(decision.finish_s, now - at)
             if self._journal is not None:
                 cost_s = decision.candidates[decision.chosen].cost_s if decision.candidates else 0.0
-                self._journal.append("decision_outcome", number=number, predicted_finish_s=_finite(decision.finish_s),
-                                     actual_finish_s=round(now - at, 3), predicted_cost_s=round(cost_s, 3), actual_cost_s=round(sum(pauses), 3))
+                self._journal.append(
+                    "decision_outcome",
+                    number=number,
+                    predicted_finish_s=_finite(decision.finish_s),
+                    actual_finish_s=round(now - at, 3),
+                    predicted_cost_s=round(cost_s, 3),
+                    actual_cost_s=round(sum(pauses), 3),
+                )
         self._open = []
 
-    def start_roles(self, policy: Policy, home: Mapping[str, str], may: Mapping[str, frozenset[str]], groups: int, size: int,
-                    scored: bool) -> dict[str, str]:
+    def start_roles(
+        self,
+        policy: Policy,
+        home: Mapping[str, str],
+        may: Mapping[str, frozenset[str]],
+        groups: int,
+        size: int,
+        scored: bool,
+    ) -> dict[str, str]:
         """Roles for the next iteration's beginning, from what the former ones taught."""
         if policy.name != "adaptive" or not self.costs.step.known:
             return rules.start_roles(policy, dict(home))
         stages = ("inference", "training") if scored else ("training",)
         situation = Situation(
-            home, may, dict.fromkeys(stages, Queue()), waiting=groups * size, lengths=[0] * (groups * size), live_members={size: groups},
-            max_running=self._max_running)
+            home,
+            may,
+            dict.fromkeys(stages, Queue()),
+            waiting=groups * size,
+            lengths=[0] * (groups * size),
+            live_members={size: groups},
+            max_running=self._max_running,
+        )
         return adaptive.start_roles(policy, home, situation, self.lengths.survival([]), self.costs)
 
     # --- what is seen
 
-    def situation(self, ledger: Ledger, roles: Mapping[str, str], may: Mapping[str, frozenset[str]], wanted: set[str],
-                  needs_scoring: bool, units: Mapping[str, int]) -> Situation:
+    def situation(
+        self,
+        ledger: Ledger,
+        roles: Mapping[str, str],
+        may: Mapping[str, frozenset[str]],
+        wanted: set[str],
+        needs_scoring: bool,
+        units: Mapping[str, int],
+    ) -> Situation:
         """The iteration as the adaptive policy sees it."""
         running = Counter(ledger.running.values())
         running = {node: running[node] for node, role in roles.items() if role == "rollout"}
@@ -190,10 +264,20 @@ class Monitor:
 
         queues = {"inference": queue("generated", "scoring")} if needs_scoring else {}
         return Situation(
-            roles, may, queues | {"training": queue("scored", "training")}, running=running, waiting=ledger.num_waiting, lengths=lengths,
+            roles,
+            may,
+            queues | {"training": queue("scored", "training")},
+            running=running,
+            waiting=ledger.num_waiting,
+            lengths=lengths,
             live_members=Counter(len(g.samples) - len(g.holders) for g in groups["generating"]),
-            finished_tokens=sum(g.num_tokens for g in groups["generating"]), prompt_tokens=self._config.algorithm.max_prompt_tokens,
-            max_running=self._max_running, kv_tokens=self.kv_tokens(), units=units, slow=self.slow(running))
+            finished_tokens=sum(g.num_tokens for g in groups["generating"]),
+            prompt_tokens=self._config.algorithm.max_prompt_tokens,
+            max_running=self._max_running,
+            kv_tokens=self.kv_tokens(),
+            units=units,
+            slow=self.slow(running),
+        )
 
     def lengths_on(self, node: str, count: int) -> list[int]:
         """Tokens so far of the `count` requests on a node, as far as its workers have told."""
@@ -205,8 +289,11 @@ class Monitor:
 
     def kv_tokens(self) -> float | None:
         """What the KV memory of a node holds; None while no engine has told."""
-        totals = [sum(f["kv_total"] for f in workers.values()) for workers in self._workers.values()
-                  if workers and all(f["kv_total"] for f in workers.values())]
+        totals = [
+            sum(f["kv_total"] for f in workers.values())
+            for workers in self._workers.values()
+            if workers and all(f["kv_total"] for f in workers.values())
+        ]
         return min(totals, default=None)
 
     def slow(self, running: Mapping[str, int]) -> frozenset[str]:
@@ -214,19 +301,31 @@ class Monitor:
         return frozenset({found.slowest}) if found.behind > SLOW else frozenset()
 
     def summary(self, situation: Situation) -> dict[str, float]:
-        """What the journal has of rollout beside what a decision rests on: utilisation, also of the fullest and slowest."""
-        found = summarize("rollout", self._instances(situation.running), expected_rate=self._expected(situation.running),
-                          finished=round(self.lengths.events.sum()))
-        return {name: value for name, value in found.flat().items() if name.split("/")[1] in (
-            "tokens_per_s", "kv_mean", "kv_p90", "kv_max", "behind")}
+        """What the journal has of rollout beside what a decision rests on: utilisation, also of the fullest and
+        slowest."""
+        found = summarize(
+            "rollout",
+            self._instances(situation.running),
+            expected_rate=self._expected(situation.running),
+            finished=round(self.lengths.events.sum()),
+        )
+        return {
+            name: value
+            for name, value in found.flat().items()
+            if name.split("/")[1] in ("tokens_per_s", "kv_mean", "kv_p90", "kv_max", "behind")
+        }
 
     def _instances(self, running: Mapping[str, int]) -> dict[str, Instance]:
         out = {}
         for node, count in running.items():
             figures = self._workers[node].values()
             total = sum(f["kv_total"] or 0 for f in figures)
-            out[node] = Instance(count, sum(f["waiting"] for f in figures), self._rates.get(node, 0.0) if count else 0.0,
-                                 sum(f["kv"] for f in figures) / total if total else 0.0)
+            out[node] = Instance(
+                count,
+                sum(f["waiting"] for f in figures),
+                self._rates.get(node, 0.0) if count else 0.0,
+                sum(f["kv"] for f in figures) / total if total else 0.0,
+            )
         return out
 
     def _expected(self, running: Mapping[str, int]) -> dict[str, float]:

@@ -6,11 +6,13 @@ The rule, in five lines:
 - A move has to pay: what it gains over staying must be more than its measured cost by `PAYBACK`, and more than what the
   forecasts are usually wrong by, times `NOISE_SHARE`. So noise moves nobody.
 - And it has to be now: when the best plan that starts with staying is better, the scheduler waits and looks again.
-- Nobody leaves rollout unless the others hold all live requests and their KV memory, there are complete groups that nobody
-  works on, one each, and `min_rollout_nodes` stay. While requests live and nobody generates, one node returns at once.
+- Nobody leaves rollout unless the others hold all live requests and their KV memory, there are complete groups that
+  nobody works on, one each, and `min_rollout_nodes` stay. While requests live and nobody generates, one node returns
+  at once.
 - Nothing moves while weights are on their way, nor within `dwell_s` of the last move.
 
-Components come from the situation, in pipeline order; nothing here names one. Pure: what is the same gets the same answer.
+Components come from the situation, in pipeline order; nothing here names one. Pure: what is the same gets the same
+answer.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from dynarl.scheduler.forecast import CELLS, Generation, Problem, Stage, finish_
 from dynarl.scheduler.situation import Candidate, Decision, Situation
 from dynarl.scheduler.survival import Survival
 
-# A move that costs 1 s has to gain half a second beyond that: costs are forecast too low rather than too high, since the
-# first step in a new role is slow.
+# A move that costs 1 s has to gain half a second beyond that: costs are forecast too low rather than too high, since
+# the first step in a new role is slow.
 PAYBACK = 0.5
 # Forecasts of two allocations err in the same direction; this share of the usual error is left in their difference.
 NOISE_SHARE = 0.2
-# Work flows down the pipeline and nodes with it. One that goes back up is often called down again a moment later, so this
-# share of the time that is left has to be gained by it.
+# Work flows down the pipeline and nodes with it. One that goes back up is often called down again a moment later, so
+# this share of the time that is left has to be gained by it.
 BACK_SHARE = 0.05
 # However good the past forecasts were.
 LEAST_ERROR = 0.1
-# A node that generates can leave when it pays, one that does not hardly comes back. So fewer generate at first only if that
-# is forecast to end earlier by this share.
+# A node that generates can leave when it pays, one that does not hardly comes back. So fewer generate at first only
+# if that is forecast to end earlier by this share.
 START_SHARE = 0.1
 # Finishes that differ by less are the same: then fewer moves win, and now wins over later.
 SAME = 5e-3
@@ -62,8 +64,14 @@ class _Plan:
     back: bool = False
 
 
-def decide(policy: Policy, situation: Situation, survival: Survival, costs: Costs, since_move_s: float = math.inf,
-           allocations: Callable[..., list[tuple[int, ...]]] = targets) -> Decision:
+def decide(
+    policy: Policy,
+    situation: Situation,
+    survival: Survival,
+    costs: Costs,
+    since_move_s: float = math.inf,
+    allocations: Callable[..., list[tuple[int, ...]]] = targets,
+) -> Decision:
     """What to do now. since_move_s: seconds since the last move was done; allocations: which ones are compared."""
     if situation.syncing:
         return Decision({}, "Stay: weights are on their way, and nothing moves meanwhile.")
@@ -71,8 +79,12 @@ def decide(policy: Policy, situation: Situation, survival: Survival, costs: Cost
     if situation.live and not pool.now[situation.generator]:
         return _call_back(situation, pool)
     if since_move_s < policy.dwell_s:
-        return Decision({}, f"Stay: the last move was {since_move_s:.2f} s ago, and policy.dwell_s is {policy.dwell_s:g}.")
-    made = generation(survival, situation.lengths, dict(situation.live_members), situation.finished_tokens, situation.prompt_tokens)
+        return Decision(
+            {}, f"Stay: the last move was {since_move_s:.2f} s ago, and policy.dwell_s is {policy.dwell_s:g}."
+        )
+    made = generation(
+        survival, situation.lengths, dict(situation.live_members), situation.finished_tokens, situation.prompt_tokens
+    )
     problem = _problem(situation, pool, made, costs)
     leave, held_by = _may_leave(policy, situation, pool, made)
     plans = _plans(situation, pool, costs, leave, problem, allocations)
@@ -81,8 +93,11 @@ def decide(policy: Policy, situation: Situation, survival: Survival, costs: Cost
     return _answer(situation, pool, plans, alone, chosen, best_s, held_by or why, costs, made)
 
 
-def start_roles(policy: Policy, home: Mapping[str, str], situation: Situation, survival: Survival, costs: Costs) -> dict[str, str]:
-    """Roles for the beginning of an iteration: `home`, or with more nodes generating where that is allowed and ends earlier.
+def start_roles(
+    policy: Policy, home: Mapping[str, str], situation: Situation, survival: Survival, costs: Costs
+) -> dict[str, str]:
+    """Roles for the beginning of an iteration: `home`, or with more nodes generating where that is allowed and ends
+    earlier.
 
     situation: of the iteration that is to begin, all of its requests waiting, every node in its home role.
     """
@@ -95,10 +110,15 @@ def start_roles(policy: Policy, home: Mapping[str, str], situation: Situation, s
     for count in ladder(sum(able.values())):
         given = dict.fromkeys(able, 0)
         for _ in range(count):  # from the stage that has most left; ties from the last, which has work last
-            giver = max(able, key=lambda stage: (given[stage] < able[stage], pool.now[stage] - given[stage], list(able).index(stage)))
+            giver = max(
+                able,
+                key=lambda stage: (given[stage] < able[stage], pool.now[stage] - given[stage], list(able).index(stage)),
+            )
             given[giver] += 1
         flows = {(stage, situation.generator): n for stage, n in given.items() if n}
-        plans.append(_Plan((now[0] + count, *(n - given[stage] for stage, n in zip(able, now[1:]))), flows, moved=count))
+        plans.append(
+            _Plan((now[0] + count, *(n - given[stage] for stage, n in zip(able, now[1:]))), flows, moved=count)
+        )
     alone = _finish(problem, situation, pool, plans, None)
     ends = _with_later(problem, situation, pool, plans, alone)
     best = max(i for i, end_s in enumerate(ends) if end_s <= ends.min() * (1.0 + START_SHARE))
@@ -106,25 +126,33 @@ def start_roles(policy: Policy, home: Mapping[str, str], situation: Situation, s
 
 
 def _call_back(situation: Situation, pool: Pool) -> Decision:
-    """Requests live and nobody generates: a fault took the last generating worker. One node returns, rather one of the free
-    pool or of an early stage."""
+    """Requests live and nobody generates: a fault took the last generating worker. One node returns, rather one of
+    the free pool or of an early stage."""
     for giver in (None, *situation.queues):
         if pool.able[giver, situation.generator]:
             moves = pool.pick({(giver, situation.generator): 1})
             return Decision(moves, f"{situation.live} requests live and nobody generates: one node returns at once.")
     # Gradients can be computed again, answers cannot be waited for.
     able = sorted(node for node, may in situation.may.items() if situation.generator in may and node in situation.roles)
-    return Decision(dict.fromkeys(able[:1], situation.generator), f"{situation.live} requests live and nobody generates.")
+    return Decision(
+        dict.fromkeys(able[:1], situation.generator), f"{situation.live} requests live and nobody generates."
+    )
 
 
 def _problem(situation: Situation, pool: Pool, made: Generation, costs: Costs) -> Problem:
     # A stage that nobody can take now (its workers are down) is left out: it would make every end infinite.
     names, kinds = list(situation.queues), {situation.may[node] for node in situation.roles}
     stages = tuple(
-        Stage(costs.seconds_per_token(name) if any(name in may for may in kinds) else 0.0, queue.groups, queue.tokens, situation.units.get(name, 1),
-              reachable=any({situation.generator, name} <= may for may in kinds),
-              passes_on=any({name, following} <= may for may in kinds for following in names[index + 1:index + 2]))
-        for index, (name, queue) in enumerate(situation.queues.items()))
+        Stage(
+            costs.seconds_per_token(name) if any(name in may for may in kinds) else 0.0,
+            queue.groups,
+            queue.tokens,
+            situation.units.get(name, 1),
+            reachable=any({situation.generator, name} <= may for may in kinds),
+            passes_on=any({name, following} <= may for may in kinds for following in names[index + 1 : index + 2]),
+        )
+        for index, (name, queue) in enumerate(situation.queues.items())
+    )
     stuck = pool.now[situation.generator] - pool.movable[situation.generator]
     move_s = costs.moves.seconds(situation.generator, names[-1]) if names else 0.0
     return Problem(made, stages, (costs.step.fixed_s, costs.step.per_request_s), situation.max_running, move_s, stuck)
@@ -139,24 +167,35 @@ def _may_leave(policy: Policy, situation: Situation, pool: Pool, made: Generatio
         f"policy.min_rollout_nodes is {policy.min_rollout_nodes}": there - max(policy.min_rollout_nodes, 1),
         f"{situation.live} live requests need the others": there - -(-situation.live // situation.max_running),
         "no complete group waits for a node": sum(
-            queue.waiting for name, queue in situation.queues.items() if pool.able[situation.generator, name]),
+            queue.waiting for name, queue in situation.queues.items() if pool.able[situation.generator, name]
+        ),
         "the others can be nothing else": movable,
     }
     if situation.kv_tokens:
-        limits["live requests need the others' KV memory"] = there - math.ceil(made.peak_kv_tokens / situation.kv_tokens)
+        limits["live requests need the others' KV memory"] = there - math.ceil(
+            made.peak_kv_tokens / situation.kv_tokens
+        )
     tightest = min(limits, key=limits.get)
     return max(limits[tightest], 0), "" if limits[tightest] > 0 else tightest
 
 
-def _plans(situation: Situation, pool: Pool, costs: Costs, leave: int, problem: Problem,
-           allocations: Callable[..., list[tuple[int, ...]]]) -> list[_Plan]:
+def _plans(
+    situation: Situation,
+    pool: Pool,
+    costs: Costs,
+    leave: int,
+    problem: Problem,
+    allocations: Callable[..., list[tuple[int, ...]]],
+) -> list[_Plan]:
     generator = situation.generator
     back = 0
     if situation.live > pool.now[generator]:  # a node for each request is enough
         able = sum(pool.able[giver, generator] for giver in situation.queues) + pool.able[None, generator]
         back = min(situation.live - pool.now[generator], able)
-    left = [stage.seconds_per_token * (problem.generation.tokens + sum(s.tokens for s in problem.stages[:i + 1]))
-            for i, stage in enumerate(problem.stages)]
+    left = [
+        stage.seconds_per_token * (problem.generation.tokens + sum(s.tokens for s in problem.stages[: i + 1]))
+        for i, stage in enumerate(problem.stages)
+    ]
     order = situation.components
     pause_s = functools.cache(lambda flow: costs.moves.seconds(*flow))
     plans = []
@@ -168,38 +207,52 @@ def _plans(situation: Situation, pool: Pool, costs: Costs, leave: int, problem: 
     return plans
 
 
-def _finish(problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], later: list[tuple[int, int]] | None) -> np.ndarray:
+def _finish(
+    problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], later: list[tuple[int, int]] | None
+) -> np.ndarray:
     """Seconds to the end for each plan; `later`: for each (rollout nodes, cell from which it has them)."""
     now = np.array([pool.now[c] for c in situation.components])
     nodes = np.array([plan.target for plan in plans])
     keep, cell = np.array(later or [(plan.target[0], CELLS) for plan in plans]).T
-    ends = finish_times(problem, nodes, np.maximum(nodes - now, 0), np.array([plan.pause_s for plan in plans]), keep, cell)
+    ends = finish_times(
+        problem, nodes, np.maximum(nodes - now, 0), np.array([plan.pause_s for plan in plans]), keep, cell
+    )
     return np.where(ends < FAR_S, ends, NEVER_S)
 
 
-def _choose(problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], alone: np.ndarray,
-            error: float) -> tuple[int, float, str]:
+def _choose(
+    problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], alone: np.ndarray, error: float
+) -> tuple[int, float, str]:
     """Index of the plan to take, its forecast with later changes, and why if it is to stay."""
     looked_at = _promising(plans, alone)
     best_s = _with_later(problem, situation, pool, [plans[i] for i in looked_at], alone[looked_at])
     stay_s = float(best_s[0])
     gains = alone[0] - alone[looked_at]
     noise_s = NOISE_SHARE * max(error, LEAST_ERROR) * min(alone[0], FAR_S)
-    worth = np.array([gain > max(PAYBACK * plan.pause_s, BACK_SHARE * min(alone[0], FAR_S) if plan.back else noise_s)
-                      for gain, plan in zip(gains, (plans[i] for i in looked_at))])
+    worth = np.array(
+        [
+            gain > max(PAYBACK * plan.pause_s, BACK_SHARE * min(alone[0], FAR_S) if plan.back else noise_s)
+            for gain, plan in zip(gains, (plans[i] for i in looked_at))
+        ]
+    )
     worth[0] = False
     if not worth.any():
         return 0, stay_s, "no move gains more than it costs"
     first = float(best_s[worth].min())
     if first > stay_s * (1.0 + SAME):
         return 0, stay_s, "the same later is better than a move now"
-    ties = [(plans[i].moved, best, i) for i, best, good in zip(looked_at, best_s, worth) if good and best <= first * (1.0 + SAME)]
+    ties = [
+        (plans[i].moved, best, i)
+        for i, best, good in zip(looked_at, best_s, worth)
+        if good and best <= first * (1.0 + SAME)
+    ]
     _, best, index = min(ties)
     return index, float(best), ""
 
 
 def _promising(plans: list[_Plan], alone: np.ndarray) -> np.ndarray:
-    """Staying, and of each number of rollout nodes the best: small steps are not the best for ever, but may be for now."""
+    """Staying, and of each number of rollout nodes the best: small steps are not the best for ever, but may be for
+    now."""
     picked, seen = [0], {}
     for index in np.argsort(alone, kind="stable").tolist():
         rollout = plans[index].target[0]
@@ -209,12 +262,16 @@ def _promising(plans: list[_Plan], alone: np.ndarray) -> np.ndarray:
     return np.array(picked)
 
 
-def _with_later(problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], alone: np.ndarray) -> np.ndarray:
+def _with_later(
+    problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], alone: np.ndarray
+) -> np.ndarray:
     """The best forecast of each plan when rollout may change once more before the last answer."""
     rows, choices = [], []
     for index, plan in enumerate(plans):
         least = max(problem.stuck, 1, -(-int(problem.generation.live[0] * 0.5) // max(situation.max_running, 1)))
-        fewer = sorted({max(least, round(plan.target[0] * part)) for part in (0.75, 0.5, 0.25)} | {max(plan.target[0] - 1, least)})
+        fewer = sorted(
+            {max(least, round(plan.target[0] * part)) for part in (0.75, 0.5, 0.25)} | {max(plan.target[0] - 1, least)}
+        )
         for keep in fewer if situation.live else ():
             for cell in LATER_CELLS if keep < plan.target[0] else ():
                 rows.append(index)
@@ -227,24 +284,39 @@ def _with_later(problem: Problem, situation: Situation, pool: Pool, plans: list[
     return best
 
 
-def _answer(situation: Situation, pool: Pool, plans: list[_Plan], alone: np.ndarray, chosen: int, best_s: float, why: str,
-            costs: Costs, made: Generation) -> Decision:
+def _answer(
+    situation: Situation,
+    pool: Pool,
+    plans: list[_Plan],
+    alone: np.ndarray,
+    chosen: int,
+    best_s: float,
+    why: str,
+    costs: Costs,
+    made: Generation,
+) -> Decision:
     moves = pool.pick(plans[chosen].flows)
     if moves is None:  # two flows want the same node; looked at again in a moment
         chosen, moves, why = 0, {}, "the nodes that could move are wanted in two places"
     others = [i for i in np.argsort(alone, kind="stable").tolist() if i not in (0, chosen)]
     shown = list(dict.fromkeys([0, chosen, *others]))[:SHOWN]
     candidates = tuple(
-        Candidate(pool.pick(plans[i].flows) or {}, _time(alone[i]), plans[i].pause_s, _time(alone[0] - alone[i])) for i in shown)
+        Candidate(pool.pick(plans[i].flows) or {}, _time(alone[i]), plans[i].pause_s, _time(alone[0] - alone[i]))
+        for i in shown
+    )
     seen = _seen(situation, pool, costs, made)
     if not moves:
         reason = f"Stay: {why or 'no other allocation ends earlier'}; the end is {_in_words(best_s)} away."
     else:
-        parts = ", ".join(f"{n} from {giver or 'the free pool'} to {taker}" for (giver, taker), n in plans[chosen].flows.items())
+        parts = ", ".join(
+            f"{n} from {giver or 'the free pool'} to {taker}" for (giver, taker), n in plans[chosen].flows.items()
+        )
         found = candidates[shown.index(chosen)]
         without = "them" if plans[chosen].moved > 1 else "it"
-        reason = (f"Move {parts}: the end is {_in_words(found.finish_s)} away instead of {_in_words(candidates[0].finish_s)}, for "
-                  f"{found.cost_s:.2f} s without {without}; {situation.live} requests live.")
+        reason = (
+            f"Move {parts}: the end is {_in_words(found.finish_s)} away instead of "
+            f"{_in_words(candidates[0].finish_s)}, for {found.cost_s:.2f} s without {without}; {situation.live} live."
+        )
     return Decision(moves, reason, candidates, shown.index(chosen), _time(best_s), seen)
 
 
@@ -258,11 +330,21 @@ def _in_words(seconds: float) -> str:
 
 def _seen(situation: Situation, pool: Pool, costs: Costs, made: Generation) -> dict[str, float]:
     seen = {f"nodes/{name}": pool.now[name] for name in situation.components}
-    seen |= {"nodes/free": pool.now[None], "requests/running": situation.live - situation.waiting, "requests/waiting": situation.waiting,
-             "groups/generating": made.groups, "tokens/to_come": round(made.tokens, 1),
-             "tokens/longest_to_come": round(float(made.x[-1]), 1), "step/fixed_s": costs.step.fixed_s,
-             "step/per_request_s": costs.step.per_request_s, "error": round(costs.error, 4)}
+    seen |= {
+        "nodes/free": pool.now[None],
+        "requests/running": situation.live - situation.waiting,
+        "requests/waiting": situation.waiting,
+        "groups/generating": made.groups,
+        "tokens/to_come": round(made.tokens, 1),
+        "tokens/longest_to_come": round(float(made.x[-1]), 1),
+        "step/fixed_s": costs.step.fixed_s,
+        "step/per_request_s": costs.step.per_request_s,
+        "error": round(costs.error, 4),
+    }
     for name, queue in situation.queues.items():
-        seen |= {f"groups/{name}/waiting": queue.waiting, f"groups/{name}/in_work": queue.in_work,
-                 f"{name}/seconds_per_token": costs.seconds_per_token(name)}
+        seen |= {
+            f"groups/{name}/waiting": queue.waiting,
+            f"groups/{name}/in_work": queue.in_work,
+            f"{name}/seconds_per_token": costs.seconds_per_token(name),
+        }
     return seen

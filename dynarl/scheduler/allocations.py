@@ -1,4 +1,5 @@
-"""Which allocations of nodes to components are worth a look, and which nodes to move to get from one to another. Pure."""
+"""Which allocations of nodes to components are worth a look, and which nodes to move to get from one to another.
+Pure."""
 
 from __future__ import annotations
 
@@ -87,14 +88,19 @@ class Pool:
         return None if any(n for giver, n in spare.items() if giver is not None) else flows
 
     def pick(self, flows: Flows) -> dict[str, str] | None:
-        """Nodes for these flows, givers in pipeline order: of rollout those that are slow or have the fewest requests, since
-        they have the least to hand over. None where a node would be needed twice."""
+        """Nodes for these flows, givers in pipeline order: of rollout those that are slow or have the fewest
+        requests, since they have the least to hand over. None where a node would be needed twice."""
         situation, taken, moves = self._situation, set(), {}
         order = {component: index for index, component in enumerate((None, *situation.components))}
         # Most particular first: a node that can go to one place only is no help elsewhere.
         for (giver, taker), count in sorted(flows.items(), key=lambda flow: (self.able[flow[0]], order[flow[0][1]])):
-            able = [node for (role, others), nodes in self._by.items() if role == giver and taker in others for node in nodes
-                    if node not in taken]
+            able = [
+                node
+                for (role, others), nodes in self._by.items()
+                if role == giver and taker in others
+                for node in nodes
+                if node not in taken
+            ]
             able.sort(key=lambda n: (n not in situation.slow, situation.running.get(n, 0), len(situation.may[n]), n))
             if len(able) < count:
                 return None
@@ -103,7 +109,9 @@ class Pool:
         return dict(sorted(moves.items(), key=lambda move: (order[situation.roles[move[0]]], order[move[1]], move[0])))
 
 
-def targets(situation: Situation, pool: Pool, may_leave: int, may_return: int, work: list[float]) -> list[tuple[int, ...]]:
+def targets(
+    situation: Situation, pool: Pool, may_leave: int, may_return: int, work: list[float]
+) -> list[tuple[int, ...]]:
     """Allocations to compare, the present one first: fewer (or more) rollout nodes with the difference split among the
     stages, all stages shared anew, and nodes between two stages. work: seconds that are left for each stage."""
     components = situation.components
@@ -120,19 +128,27 @@ def targets(situation: Situation, pool: Pool, may_leave: int, may_return: int, w
             fair = shares(total, work)
             found[rollout, *fair] = None
             if len(stages) == 2:
-                span = range(total + 1) if total <= EVERY_SPLIT else range(max(fair[0] - 2, 0), min(fair[0] + 2, total) + 1)
+                span = (
+                    range(total + 1)
+                    if total <= EVERY_SPLIT
+                    else range(max(fair[0] - 2, 0), min(fair[0] + 2, total) + 1)
+                )
                 found |= dict.fromkeys((rollout, n, total - n) for n in span)
             for index in range(len(stages)):  # all of them to, or from, one stage
                 if stages[index] + given >= 0:
                     found[rollout, *(have + given * (i == index) for i, have in enumerate(stages))] = None
             if given > 0:  # to those that have less than their share
                 gaps = [max(want - have, 0) for want, have in zip(fair, stages)]
-                found[rollout, *(have + more for have, more in zip(stages, shares(given, gaps if any(gaps) else work)))] = None
+                found[
+                    rollout, *(have + more for have, more in zip(stages, shares(given, gaps if any(gaps) else work)))
+                ] = None
             if 0 < given <= EVERY_SPLIT and len(stages) == 2:
                 found |= dict.fromkeys((rollout, stages[0] + n, stages[1] + given - n) for n in range(given + 1))
     for giver in range(1, len(now)):
         # With many stages there are many pairs: one node, half or all of them must do.
-        counts = ladder(now[giver]) if len(stages) <= 3 else {1, now[giver] // 2, now[giver]} - {0} if now[giver] else ()
+        counts = (
+            ladder(now[giver]) if len(stages) <= 3 else {1, now[giver] // 2, now[giver]} - {0} if now[giver] else ()
+        )
         for taker, count in itertools.product(range(1, len(now)), sorted(counts)):
             if giver != taker:
                 found[tuple(n + count * ((i == taker) - (i == giver)) for i, n in enumerate(now))] = None

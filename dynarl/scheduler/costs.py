@@ -1,9 +1,11 @@
-"""What things take, learned from what they took: step time of a rollout node, seconds per token of the other roles, moves.
+"""What things take, learned from what they took: step time of a rollout node, seconds per token of the other roles,
+moves.
 
-- A decode step of b running requests takes a + c * b seconds: the weights are read once, each request adds its share. So a
-  node's rate b / (a + c * b) is concave in b and levels off at 1 / c. Recursive least squares, old steps forgotten.
-- Inference and training take seconds in proportion to tokens; nodes work on groups of their own, so n nodes are n times as
-  fast. A ratio of forgotten sums.
+- A decode step of b running requests takes a + c * b seconds: the weights are read once, each request adds its
+  share. So a node's rate b / (a + c * b) is concave in b and levels off at 1 / c. Recursive least squares, old steps
+  forgotten.
+- Inference and training take seconds in proportion to tokens; nodes work on groups of their own, so n nodes are n
+  times as fast. A ratio of forgotten sums.
 - A move takes its node away for as long as such moves did: the median of the last ones, by (old role, new role).
 
 Every model predicts before it learns; the median relative error of its last predictions says how far to trust it. Pure.

@@ -1,19 +1,22 @@
 """When would this iteration end? A fluid model of what is left of it, for many plans at once.
 
-The first component generates, the others (stages) take groups in pipeline order. A **plan** says how many nodes each has now,
-and how many nodes rollout keeps from some later moment on; at the latest, its nodes leave with the last answer.
+The first component generates, the others (stages) take groups in pipeline order. A **plan** says how many nodes each
+has now, and how many nodes rollout keeps from some later moment on; at the latest, its nodes leave with the last
+answer.
 
-- Generation: all live requests advance together. After x more tokens each, N(x) of them live (from the survival function)
-  and R nodes share them, so dT/dx = a + c * N / R, more where requests queue. The last ends at the expected maximum.
+- Generation: all live requests advance together. After x more tokens each, N(x) of them live (from the survival
+  function) and R nodes share them, so dT/dx = a + c * N / R, more where requests queue. The last ends at the
+  expected maximum.
 - Groups: one with k live members is complete after x tokens with chance (1 - N(x)/N(0))^k. Its tokens are the work of
   every stage.
-- Stages: work that has arrived is done first come, first served, by all nodes of the stage: a queue's departures are the
-  running maximum of (arrival, and all work since then). Groups are not split: a stage with G groups left is never faster
-  than one group, and its n nodes do as much as G / ceil(G / n).
+- Stages: work that has arrived is done first come, first served, by all nodes of the stage: a queue's departures are
+  the running maximum of (arrival, and all work since then). Groups are not split: a stage with G groups left is
+  never faster than one group, and its n nodes do as much as G / ceil(G / n).
 - A node that moves is missing for the move's cost. What rollout gives away later goes to the stages by the work that is
   left for each; a stage that is through passes its nodes on to the next.
 
-Nothing here knows a component's name. Arrays are [plans, cells]; a cell is a span of x, or a part of what queues already.
+Nothing here knows a component's name. Arrays are [plans, cells]; a cell is a span of x, or a part of what queues
+already.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ CELLS = 32
 # What queues at a stage is cut into so many parts, so that the next stage need not wait for all of it.
 BACKLOG_CELLS = 8
 NEVER = np.inf
-# Two paths of equal length end 2 ** (1 / SHARPNESS) later than one: 9 %, as far as paths of ten per cent error are apart.
+# Two paths of equal length end 2 ** (1 / SHARPNESS) later than one: 9 %, as far as paths of ten per cent error are
+# apart.
 SHARPNESS = 8
 # Nodes of a stage that has none: a finish far away instead of a division by zero.
 NO_NODES = 1e-9
@@ -36,8 +40,9 @@ NO_NODES = 1e-9
 
 @dataclass(frozen=True)
 class Stage:
-    """A component after the first. seconds_per_token: 0 leaves it out. groups: complete ones here, in work or not; tokens: theirs; unit: nodes of one
-    instance; reachable: rollout nodes may come here; passes_on: its nodes may go on to the next stage when it is through.
+    """A component after the first. seconds_per_token: 0 leaves it out. groups: complete ones here, in work or not;
+    tokens: theirs; unit: nodes of one instance; reachable: rollout nodes may come here; passes_on: its nodes may go
+    on to the next stage when it is through.
     """
 
     seconds_per_token: float
@@ -50,9 +55,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Generation:
-    """What is left to generate, over x further tokens. live[j]: requests alive at x[j]; complete[j]: share of the unfinished
-    groups complete by then. groups, tokens: number of them and of tokens they will have; last_tokens: those of the last.
-    peak_kv_tokens: most tokens in KV memory at once from now on.
+    """What is left to generate, over x further tokens. live[j]: requests alive at x[j]; complete[j]: share of the
+    unfinished groups complete by then. groups, tokens: number of them and of tokens they will have; last_tokens:
+    those of the last. peak_kv_tokens: most tokens in KV memory at once from now on.
     """
 
     x: np.ndarray
@@ -64,10 +69,11 @@ class Generation:
     peak_kv_tokens: float
 
 
-def generation(survival: Survival, lengths, live_members: dict[int, int], finished_tokens: float,
-               prompt_tokens: float = 0.0) -> Generation:
-    """lengths: tokens so far of each live request; live_members: {live members: number of unfinished groups}; finished_tokens:
-    of finished answers in these groups; prompt_tokens: mean length of a prompt."""
+def generation(
+    survival: Survival, lengths, live_members: dict[int, int], finished_tokens: float, prompt_tokens: float = 0.0
+) -> Generation:
+    """lengths: tokens so far of each live request; live_members: {live members: number of unfinished groups};
+    finished_tokens: of finished answers in these groups; prompt_tokens: mean length of a prompt."""
     kinds, counts = grouped(lengths)
     if not len(kinds):
         return Generation(np.zeros(CELLS + 1), np.zeros(CELLS + 1), np.ones(CELLS + 1), 0.0, 0.0, 0.0, 0.0)
@@ -100,11 +106,12 @@ class Problem:
     stuck: int = 0
 
 
-def finish_times(problem: Problem, nodes: np.ndarray, incoming: np.ndarray, pause_s: np.ndarray, keep: np.ndarray,
-                 cell: np.ndarray) -> np.ndarray:
-    """[plans] seconds until the last stage is through. nodes, incoming: [plans, components] nodes after the first change, and
-    how many of them are new there; pause_s: [plans] how long these are missing; keep, cell: [plans] rollout nodes from that
-    cell of x on (`CELLS`: no change before the last answer)."""
+def finish_times(
+    problem: Problem, nodes: np.ndarray, incoming: np.ndarray, pause_s: np.ndarray, keep: np.ndarray, cell: np.ndarray
+) -> np.ndarray:
+    """[plans] seconds until the last stage is through. nodes, incoming: [plans, components] nodes after the first
+    change, and how many of them are new there; pause_s: [plans] how long these are missing; keep, cell: [plans]
+    rollout nodes from that cell of x on (`CELLS`: no change before the last answer)."""
     nodes = nodes.astype(float)
     lost = (nodes[:, 0] <= 0) & (problem.generation.live[0] > 0)
     nodes[lost, 0] = 1.0  # for finite numbers; the answer is NEVER
@@ -127,12 +134,21 @@ def finish_times(problem: Problem, nodes: np.ndarray, incoming: np.ndarray, paus
             departures = arrivals
             continue
         own = np.floor(nodes[:, 1 + s] / stage.unit) * stage.unit
-        future = problem.generation.groups + sum(up.groups for up in stages[:s + 1])
+        future = problem.generation.groups + sum(up.groups for up in stages[: s + 1])
         during = own[:, None] + leavers[:, s, None] * (generators < rollout[:, None])
         after = own + freed[:, s]
         last = after + passed
-        edges, capacity = _capacity(problem, ends, spans, _whole(during, future), _whole(after, future), _whole(last, future),
-                                    incoming[:, 1 + s], pause_s, np.maximum(passed_at, ends[:, -1]))
+        edges, capacity = _capacity(
+            problem,
+            ends,
+            spans,
+            _whole(during, future),
+            _whole(after, future),
+            _whole(last, future),
+            incoming[:, 1 + s],
+            pause_s,
+            np.maximum(passed_at, ends[:, -1]),
+        )
         slope = np.maximum(_whole(last, future), NO_NODES)
         at = _read(arrivals, edges, capacity, slope)
         done = np.cumsum(size)
@@ -149,7 +165,9 @@ def finish_times(problem: Problem, nodes: np.ndarray, incoming: np.ndarray, paus
     return np.where(lost, NEVER, finish)
 
 
-def _generate(problem: Problem, rollout: np.ndarray, keep: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _generate(
+    problem: Problem, rollout: np.ndarray, keep: np.ndarray, cell: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Rollout nodes in each cell, and the times at which cells end (beginning with 0)."""
     a, c = problem.step
     live = 0.5 * (problem.generation.live[1:] + problem.generation.live[:-1])
@@ -165,19 +183,20 @@ def _generate(problem: Problem, rollout: np.ndarray, keep: np.ndarray, cell: np.
 
 
 def _latest(paths: np.ndarray) -> np.ndarray:
-    """[plans] the expected latest of [paths, plans] times that are themselves uncertain: a little more than the largest where
-    others are close to it. So it pays to shorten a path that is only almost the longest."""
+    """[plans] the expected latest of [paths, plans] times that are themselves uncertain: a little more than the
+    largest where others are close to it. So it pays to shorten a path that is only almost the longest."""
     largest = np.maximum(paths.max(axis=0), 1e-9)
     return largest * ((paths / largest) ** SHARPNESS).sum(axis=0) ** (1.0 / SHARPNESS)
 
 
 def _work_left(problem: Problem, stage: int) -> float:
-    tokens = problem.generation.tokens + sum(up.tokens for up in problem.stages[:stage + 1])
+    tokens = problem.generation.tokens + sum(up.tokens for up in problem.stages[: stage + 1])
     return problem.stages[stage].seconds_per_token * tokens
 
 
 def _spread(leavers: np.ndarray, work: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    """[plans, stages] how many of the nodes that leave later go to each: whole nodes, to where less than a stage's share is."""
+    """[plans, stages] how many of the nodes that leave later go to each: whole nodes, to where less than a stage's
+    share is."""
     if not work.sum():
         work = np.ones(len(work))
     fair = work / work.sum() * (nodes.sum(axis=1) + leavers)[:, None]
@@ -196,8 +215,17 @@ def _whole(nodes: np.ndarray, groups: float) -> np.ndarray:
     return groups / np.ceil(groups / np.maximum(nodes, NO_NODES) - 1e-9)
 
 
-def _capacity(problem: Problem, ends: np.ndarray, spans: np.ndarray, during: np.ndarray, after: np.ndarray, last: np.ndarray,
-              incoming: np.ndarray, pause_s: np.ndarray, passed_at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _capacity(
+    problem: Problem,
+    ends: np.ndarray,
+    spans: np.ndarray,
+    during: np.ndarray,
+    after: np.ndarray,
+    last: np.ndarray,
+    incoming: np.ndarray,
+    pause_s: np.ndarray,
+    passed_at: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Node-seconds [plans, edges] that a stage has had by the times of the edges."""
     pause = problem.move_s
     passed_at = np.maximum(passed_at, pause_s)
@@ -205,27 +233,35 @@ def _capacity(problem: Problem, ends: np.ndarray, spans: np.ndarray, during: np.
     grown = np.cumsum(np.maximum(np.diff(during, axis=1), 0.0), axis=1) * pause
     capacity = np.cumsum(during * spans, axis=1)
     capacity[:, 1:] -= grown
-    final = capacity[:, -1:] + (after * (passed_at - ends[:, -1]) - pause * np.maximum(after - during[:, -1], 0.0))[:, None]
+    final = (
+        capacity[:, -1:] + (after * (passed_at - ends[:, -1]) - pause * np.maximum(after - during[:, -1], 0.0))[:, None]
+    )
     capacity = np.concatenate([np.zeros((len(ends), 1)), capacity, final], axis=1)
     capacity -= incoming[:, None] * np.minimum(edges, pause_s[:, None])
     return edges, np.maximum.accumulate(np.maximum(capacity, 0.0), axis=1)
 
 
-def _arrivals(problem: Problem, s: int, ends: np.ndarray, upstream: np.ndarray, plans: int) -> tuple[np.ndarray, np.ndarray, float]:
+def _arrivals(
+    problem: Problem, s: int, ends: np.ndarray, upstream: np.ndarray, plans: int
+) -> tuple[np.ndarray, np.ndarray, float]:
     """When work comes to stage s, in its order: times [plans, cells], node-seconds [cells], and those of one group."""
     stage, made = problem.stages[s], problem.generation
     here = np.full(BACKLOG_CELLS, stage.tokens / BACKLOG_CELLS) * stage.seconds_per_token
     if s:
         before = sum(up.tokens for up in problem.stages[:s])
-        coming = np.concatenate([*(np.full(BACKLOG_CELLS, up.tokens / BACKLOG_CELLS) for up in reversed(problem.stages[:s])),
-                                 made.tokens * np.diff(made.complete)])
+        coming = np.concatenate(
+            [
+                *(np.full(BACKLOG_CELLS, up.tokens / BACKLOG_CELLS) for up in reversed(problem.stages[:s])),
+                made.tokens * np.diff(made.complete),
+            ]
+        )
         times = upstream
     else:
         before = 0.0
         coming = made.tokens * np.diff(made.complete)
         times = 0.5 * (ends[:, 1:] + ends[:, :-1])
         times[:, -1] = ends[:, -1]
-    tokens, groups = made.tokens + before + stage.tokens, made.groups + sum(up.groups for up in problem.stages[:s + 1])
+    tokens, groups = made.tokens + before + stage.tokens, made.groups + sum(up.groups for up in problem.stages[: s + 1])
     # The last to arrive decides the end; where nothing is generated any more, any group.
     one = made.last_tokens if made.groups else tokens / max(groups, 1.0)
     size = np.concatenate([here, coming * stage.seconds_per_token])

@@ -1,9 +1,10 @@
-"""One iteration on paper: requests decode, groups queue, nodes move when a policy says so. For tests and benchmarks of policies.
+"""One iteration on paper: requests decode, groups queue, nodes move when a policy says so. For tests and benchmarks
+of policies.
 
-Deterministic and exact for what it models: a node with b requests makes one token of each in a + c * b seconds, a stage's
-node takes one group at a time and tokens * seconds per token for it, a node that moves first gives its requests back (a
-stage's node finishes its group) and is then missing for `move_s`. What it leaves out is what the real cluster is measured
-for: messages, prefills, noise.
+Deterministic and exact for what it models: a node with b requests makes one token of each in a + c * b seconds, a
+stage's node takes one group at a time and tokens * seconds per token for it, a node that moves first gives its
+requests back (a stage's node finishes its group) and is then missing for `move_s`. What it leaves out is what the
+real cluster is measured for: messages, prefills, noise.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ TINY_S = 1e-9
 
 @dataclass(frozen=True)
 class Work:
-    """lengths: tokens of each answer, by group; step: (a, c); stages: seconds per token, in pipeline order; look_s: seconds
-    between two looks of the policy."""
+    """lengths: tokens of each answer, by group; step: (a, c); stages: seconds per token, in pipeline order; look_s:
+    seconds between two looks of the policy."""
 
     lengths: Sequence[Sequence[int]]
     step: tuple[float, float]
@@ -32,8 +33,8 @@ class Work:
     look_s: float = 0.1
 
     def least_s(self, num_nodes: int) -> float:
-        """No schedule ends earlier, whatever it knows: all nodes always busy; and the longest answer alone on a node, then
-        its group through every stage."""
+        """No schedule ends earlier, whatever it knows: all nodes always busy; and the longest answer alone on a
+        node, then its group through every stage."""
         a, c = self.step
         total, longest = sum(map(sum, self.lengths)), max(map(max, self.lengths))
         per_token = sum(self.stages.values())
@@ -86,7 +87,9 @@ class Replay:
                 self._hand_out()
             ahead = self._next()
             if ahead is None or self.t > limit_s:
-                raise RuntimeError(f"nothing goes on at {self.t:.3f} s: { {n: node.role for n, node in self.nodes.items()} }")
+                raise RuntimeError(
+                    f"nothing goes on at {self.t:.3f} s: { {n: node.role for n, node in self.nodes.items()} }"
+                )
             self._advance(ahead)
         return self.t
 
@@ -102,14 +105,32 @@ class Replay:
             if left:
                 members[left] = members.get(left, 0) + 1
         tokens = [sum(members) for members in self.work.lengths]
-        in_work = {stage: [n.group for n in self.nodes.values() if n.role == stage and n.group is not None] for stage in self.queues}
+        in_work = {
+            stage: [n.group for n in self.nodes.values() if n.role == stage and n.group is not None]
+            for stage in self.queues
+        }
         queues = {
-            stage: Queue(len(queue), len(in_work[stage]), sum(tokens[g] for g in queue) + 0.5 * sum(tokens[g] for g in in_work[stage]))
-            for stage, queue in self.queues.items()}
+            stage: Queue(
+                len(queue),
+                len(in_work[stage]),
+                sum(tokens[g] for g in queue) + 0.5 * sum(tokens[g] for g in in_work[stage]),
+            )
+            for stage, queue in self.queues.items()
+        }
         unfinished = sum(self.length[s] for s in self.finished if self.left[self.group_of[s]])
         return Situation(
-            roles, self.may, queues, self.generator, running, len(self.waiting), [int(tokens) for tokens in so_far], members,
-            unfinished, 0.0, max_running or self.work.max_running)
+            roles,
+            self.may,
+            queues,
+            self.generator,
+            running,
+            len(self.waiting),
+            [int(tokens) for tokens in so_far],
+            members,
+            unfinished,
+            0.0,
+            max_running or self.work.max_running,
+        )
 
     # --- what happens
 

@@ -26,9 +26,9 @@ class Situation:
     roles: component of each node, None for a node of the free pool; may: components it can join; queues: the components
     after the generating one, in pipeline order; running: requests on each generating node; waiting: requests on none;
     lengths: tokens so far of every live request; live_members: {live members: number of unfinished groups};
-    finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt; max_running, kv_tokens: what one
-    node holds (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind the others;
-    syncing: weights are on their way.
+    finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt; max_running, kv_tokens:
+    what one node holds (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
+    the others; syncing: weights are on their way.
     """
 
     roles: Mapping[str, str | None]
@@ -58,9 +58,9 @@ class Situation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """moves: {node: component}, nodes that release their place first come first. finish_s: forecast end of the iteration
-    from now if nothing else moves before the last answer; cost_s: how long its nodes are missing; gain_s: how much earlier
-    than staying."""
+    """moves: {node: component}, nodes that release their place first come first. finish_s: forecast end of the
+    iteration from now if nothing else moves before the last answer; cost_s: how long its nodes are missing; gain_s:
+    how much earlier than staying."""
 
     moves: dict[str, str]
     finish_s: float
@@ -70,8 +70,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """moves: empty to stay. candidates: staying, then the best; chosen: index of the one taken. finish_s: forecast with what
-    is planned for later; seen: the numbers it rests on."""
+    """moves: empty to stay. candidates: staying, then the best; chosen: index of the one taken. finish_s: forecast
+    with what is planned for later; seen: the numbers it rests on."""
 
     moves: dict[str, str]
     reason: str

@@ -1,4 +1,5 @@
-"""How long answers get: the survival function S(l) = P(an answer has more than l tokens), from whole and unfinished ones.
+"""How long answers get: the survival function S(l) = P(an answer has more than l tokens), from whole and unfinished
+ones.
 
 - Finished answers are events. Running ones are right-censored: all that is known is that they are longer than they are
   now. A mean over finished answers alone would be too short, because the short ones finish first.
@@ -22,7 +23,8 @@ import numpy as np
 FORGET = 0.5 ** (1 / 3)
 # Answers at risk below which single ones decide the estimate.
 TAIL_AT_RISK = 8.0
-# The tail's hazard is measured over at least the latest of this share of the events, so that a single one does not set it.
+# The tail's hazard is measured over at least the latest of this share of the events, so that a single one does not
+# set it.
 TAIL_SHARE = 0.1
 # What is believed before anything has finished: a mean of this share of the longest answer, worth one event.
 PRIOR_MEAN_SHARE = 0.5
@@ -107,7 +109,9 @@ def grouped(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return kinds, counts.astype(float)
 
 
-def fit(finished: Sequence[int], running: Sequence[int], max_tokens: int, tail_at_risk: float = TAIL_AT_RISK) -> Survival:
+def fit(
+    finished: Sequence[int], running: Sequence[int], max_tokens: int, tail_at_risk: float = TAIL_AT_RISK
+) -> Survival:
     """From lengths of finished answers and tokens so far of running ones.
 
     >>> fit([1, 3, 4], [2], max_tokens=4, tail_at_risk=0).above.tolist()

@@ -24,9 +24,9 @@ class Instance:
 
 @dataclass(frozen=True)
 class Summary:
-    """One component. finished: answers or leases so far; groups: complete groups put out; stage_s: median seconds of one
-    lease (rollout: 0); slowest: the instance furthest behind, behind: its median rate divided by its own rate, at equal load
-    (1: as fast as the others).
+    """One component. finished: answers or leases so far; groups: complete groups put out; stage_s: median seconds of
+    one lease (rollout: 0); slowest: the instance furthest behind, behind: its median rate divided by its own rate,
+    at equal load (1: as fast as the others).
     """
 
     component: str
@@ -48,11 +48,18 @@ class Summary:
         return {f"{self.component}/{k}": round(v, 4) for k, v in asdict(self).items() if not isinstance(v, str)}
 
 
-def summarize(component: str, instances: Mapping[str, Instance], *, finished: int = 0, groups: int = 0,
-              stage_s: float = 0.0, expected_rate: Mapping[str, float] | None = None) -> Summary:
+def summarize(
+    component: str,
+    instances: Mapping[str, Instance],
+    *,
+    finished: int = 0,
+    groups: int = 0,
+    stage_s: float = 0.0,
+    expected_rate: Mapping[str, float] | None = None,
+) -> Summary:
     """`expected_rate`: what each instance should do at its load; instances are compared by rate over that.
 
-    >>> nodes = {"n1": Instance(4, rate=90.0, kv_share=0.2), "n2": Instance(4, rate=30.0, kv_share=0.9), "n3": Instance(4, rate=90.0)}
+    >>> nodes = {"n1": Instance(4, rate=90.0), "n2": Instance(4, rate=30.0, kv_share=0.9), "n3": Instance(4, rate=90.0)}
     >>> found = summarize("rollout", nodes)
     >>> found.slowest, found.behind, found.kv_max, found.kv_p90
     ('n2', 3.0, 0.9, 0.9)
@@ -62,7 +69,17 @@ def summarize(component: str, instances: Mapping[str, Instance], *, finished: in
     slowest = min(pace, key=lambda node: (pace[node], node), default="")
     kv = sorted(instance.kv_share for instance in instances.values()) or [0.0]
     return Summary(
-        component, len(instances), sum(i.running for i in instances.values()), sum(i.queued for i in instances.values()),
-        finished, groups, sum(i.rate for i in instances.values()), statistics.fmean(kv),
-        kv[math.ceil(0.9 * len(kv)) - 1], kv[-1], stage_s, slowest,
-        statistics.median(pace.values()) / pace[slowest] if slowest else 1.0)
+        component,
+        len(instances),
+        sum(i.running for i in instances.values()),
+        sum(i.queued for i in instances.values()),
+        finished,
+        groups,
+        sum(i.rate for i in instances.values()),
+        statistics.fmean(kv),
+        kv[math.ceil(0.9 * len(kv)) - 1],
+        kv[-1],
+        stage_s,
+        slowest,
+        statistics.median(pace.values()) / pace[slowest] if slowest else 1.0,
+    )

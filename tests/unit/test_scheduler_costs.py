@@ -87,6 +87,10 @@ def test_a_straggler_stays_visible_among_many():
 
 
 def test_a_node_with_little_to_do_is_no_straggler():
-    nodes = {"n1": Instance(running=8, rate=160.0), "n2": Instance(running=1, rate=50.0), "n3": Instance(running=8, rate=160.0)}
+    nodes = {
+        "n1": Instance(running=8, rate=160.0),
+        "n2": Instance(running=1, rate=50.0),
+        "n3": Instance(running=8, rate=160.0),
+    }
     model = {"n1": 160.0, "n2": 50.0, "n3": 160.0}
     assert summarize("rollout", nodes, expected_rate=model).behind == pytest.approx(1.0)

@@ -21,11 +21,15 @@ SURVIVAL = fit(drawn(5000), [], 768)
 NOTHING = generation(SURVIVAL, [], {}, 0.0)
 
 
-def ends(problem: Problem, *allocations: tuple[int, ...], pause_s: float = 0.0, incoming=None, keep=None, cell: int = CELLS) -> list[float]:
+def ends(
+    problem: Problem, *allocations: tuple[int, ...], pause_s: float = 0.0, incoming=None, keep=None, cell: int = CELLS
+) -> list[float]:
     nodes = np.array(allocations)
     incoming = np.zeros_like(nodes) if incoming is None else np.array([incoming] * len(nodes))
     kept = nodes[:, 0] if keep is None else np.full(len(nodes), keep)
-    return finish_times(problem, nodes, incoming, np.full(len(nodes), pause_s), kept, np.full(len(nodes), cell)).tolist()
+    return finish_times(
+        problem, nodes, incoming, np.full(len(nodes), pause_s), kept, np.full(len(nodes), cell)
+    ).tolist()
 
 
 def problem(made=NOTHING, stages=(Stage(2e-4), Stage(6e-4, passes_on=False)), step=STEP, **options) -> Problem:
@@ -45,7 +49,11 @@ def test_groups_are_not_split():
 
 def test_a_moved_node_is_missing_for_its_cost():
     queue = problem(stages=(Stage(1e-3, groups=40, tokens=40_000),))
-    alone, both, dear = ends(queue, (0, 1)), ends(queue, (0, 2), incoming=(0, 1), pause_s=1.0), ends(queue, (0, 2), incoming=(0, 1), pause_s=10.0)
+    alone, both, dear = (
+        ends(queue, (0, 1)),
+        ends(queue, (0, 2), incoming=(0, 1), pause_s=1.0),
+        ends(queue, (0, 2), incoming=(0, 1), pause_s=10.0),
+    )
     assert (alone[0], both[0], dear[0]) == pytest.approx((40.0, 20.5, 25.0), rel=0.02)
 
 
@@ -63,7 +71,14 @@ def test_requests_without_a_node_never_end():
 @pytest.mark.parametrize("groups", [16, 48])
 def test_it_foretells_how_iterations_end(allocation, groups):
     """Mean over iterations of one allocation, whose nodes leave rollout with the last answer, within a tenth."""
-    forecast = ends(problem(generation(SURVIVAL, [0] * 8 * groups, {8: groups}, 0.0), (Stage(2e-4), Stage(6e-4, passes_on=False)), move_s=0.2), allocation)
+    forecast = ends(
+        problem(
+            generation(SURVIVAL, [0] * 8 * groups, {8: groups}, 0.0),
+            (Stage(2e-4), Stage(6e-4, passes_on=False)),
+            move_s=0.2,
+        ),
+        allocation,
+    )
     played = [play(allocation, [drawn(8, 1000 * seed + g) for g in range(groups)]) for seed in range(16)]
     assert forecast[0] == pytest.approx(float(np.mean(played)), rel=0.1)
 
@@ -86,13 +101,19 @@ def play(allocation: tuple[int, ...], lengths) -> float:
         return {}
 
     work = Work(lengths, STEP, {"inference": 2e-4, "training": 6e-4}, 64, 0.2)
-    return Replay(work, nodes, dict.fromkeys(nodes, frozenset(("rollout", "inference", "training"))), leave_at_the_end).run()
+    return Replay(
+        work, nodes, dict.fromkeys(nodes, frozenset(("rollout", "inference", "training"))), leave_at_the_end
+    ).run()
 
 
 def test_nodes_that_leave_later_serve_the_stages_from_then_on():
     made = generation(SURVIVAL, [60] * 24, {8: 3}, 0.0)
     busy = problem(made, (Stage(2e-4, 20, 20_000), Stage(6e-4, 30, 30_000, passes_on=False)))
-    never, late, early = ends(busy, (6, 1, 1)), ends(busy, (6, 1, 1), keep=1, cell=24), ends(busy, (6, 1, 1), keep=1, cell=2)
+    never, late, early = (
+        ends(busy, (6, 1, 1)),
+        ends(busy, (6, 1, 1), keep=1, cell=24),
+        ends(busy, (6, 1, 1), keep=1, cell=2),
+    )
     assert early[0] < never[0] and late[0] < never[0]
 
 
