@@ -28,12 +28,13 @@ REMEMBERED = 32
 LEAST_SHARE = 0.02
 # Before the first move: what one takes on idle CPUs. Before the first error: no reason for trust.
 DEFAULT_PAUSE_S, DEFAULT_ERROR = 0.3, 0.25
-# Trust in the first step as the measure of everything: the variance of a and c in units of it.
-PRIOR_VARIANCE = 1.0
+# Variances, relative to the first step: of a single step's time (other work, prefills), and of a and c before others came.
+NOISE, PRIOR_VARIANCE = 0.04, 0.25
 # A token's forward pass costs about what it adds to a decode step; with backward three times that.
 GUESSED_SHARE = {"inference": 1.0, "training": 3.0}
-# Largest variance: without variation in b the estimate of one direction would forget itself without bound.
-MOST_VARIANCE = 10.0
+# Largest variance, in the prior's: without variation in b the estimate of one direction would forget itself without
+# bound.
+MOST_VARIANCE = 4.0
 
 
 @dataclass
@@ -64,7 +65,7 @@ class StepTime:
     def __init__(self) -> None:
         self._coefficients = np.array([0.01, 0.001])
         self._scale: float | None = None
-        self._variance = PRIOR_VARIANCE * np.eye(2)
+        self._prior = self._variance = np.zeros((2, 2))
         self.error = Errors()
 
     @property
@@ -94,13 +95,15 @@ class StepTime:
         if self._scale is None:
             self._scale = seconds
             self._coefficients = np.array([0.5 * seconds, 0.5 * seconds / running])
+            self._prior = self._variance = PRIOR_VARIANCE * np.diag([seconds**2, (seconds / running) ** 2])
         self.error.add(self.seconds(running), seconds)
         # In units of the step itself: large steps are not more certain than small ones.
         features = np.array([1.0, running]) / seconds
-        gain = self._variance @ features / (FORGET + features @ self._variance @ features)
+        gain = self._variance @ features / (FORGET * NOISE + features @ self._variance @ features)
         estimate = self._coefficients + gain * (1.0 - features @ self._coefficients)
         self._variance = (self._variance - np.outer(gain, features) @ self._variance) / FORGET
-        self._variance *= min(1.0, MOST_VARIANCE / max(np.trace(self._variance), 1e-30))
+        grown = (np.diag(self._variance) / np.diag(self._prior)).max()
+        self._variance *= min(1.0, MOST_VARIANCE / max(grown, 1e-30))
         least = LEAST_SHARE * seconds
         self._coefficients = np.maximum(estimate, [least, least / running])
 

@@ -44,6 +44,15 @@ def test_the_same_load_for_ever_does_not_make_the_estimate_explode():
     assert 0 < model.fixed_s < 0.03 * 1.2 and 0 < model.per_request_s < 0.03 / 8
 
 
+def test_a_single_slow_step_does_not_overturn_what_is_known():
+    model = StepTime()
+    for running in (4, 16, 32) * 3:
+        model.observe(running, 0.01 + 0.001 * running)
+    before = model.seconds(16)
+    model.observe(32, 0.4)
+    assert model.seconds(16) < 4 * before
+
+
 def test_nonsense_is_not_learned_from():
     model, rate = StepTime(), WorkRate()
     model.observe(0, 0.1)
