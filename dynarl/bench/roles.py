@@ -7,7 +7,8 @@ on every node. Candidates, interleaved in every round:
 - every static split of the nodes into rollout, inference and training (each at least one node); the fastest of the
   first round go on to the later ones, and the medians are over all rounds;
 - colocated: all nodes take the roles in turn;
-- dynamic: the threshold rule.
+- dynamic: the threshold rule;
+- adaptive: forecasts of the end.
 
 Then moves: a node leaves rollout for training while answers are being generated, live; and the same change of split by
 ending the step and starting it again.
@@ -60,6 +61,8 @@ class RolesBench(Job):
         candidates["colocated"] = (Policy(name="colocated"), dict.fromkeys(nodes, "rollout"))
         dynamic = msgspec.structs.replace(self.config.policy, name="threshold", lend_owners=True)
         candidates["dynamic"] = (dynamic, start_roles(dynamic, self.home))
+        adaptive = msgspec.structs.replace(dynamic, name="adaptive")
+        candidates["adaptive"] = (adaptive, start_roles(adaptive, self.home))
         results: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
         await self.measure(*candidates["colocated"])  # warm: first forward passes, communicators
         for round_ in range(ROUNDS):
@@ -91,13 +94,14 @@ class RolesBench(Job):
         began = time.monotonic()
         await self.enter(roles, f"bench: {policy.name}")
         entered = time.monotonic()
+        self.monitor.begin(1)
         self.stage = run = self._new_iteration(
             self.draw(1), temperature=self.config.algorithm.temperature, policy=policy
         )
-        groups = list(run.ledger.groups.values())
         await self.trainer.begin(1, "grpo")
-        await run.accumulate(groups)
+        groups = await run.accumulate(0)
         accumulated = time.monotonic()
+        self.monitor.conclude()
         contributors = {g.node for g in groups}
         await run.train_on({*self.trainer.owner_nodes, *contributors})
         await self.trainer.step(contributors, run.counted_tokens(groups), 0.0)
@@ -186,6 +190,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
         "best_static": best,
         "ratio_to_best_static": rate["dynamic"] / rate[best],
         "ratio_to_colocated": rate["dynamic"] / rate["colocated"],
+        "adaptive_to_dynamic": rate["adaptive"] / rate["dynamic"] if "adaptive" in rate else None,
         "ratio_to_best": rate["dynamic"] / max(rate[best], rate["colocated"]),
         "move": phases,
     }
