@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from dynarl.dataflow.forecast import Lengths
 from dynarl.dataflow.routing import Instance, Request, rebalance, route
+from dynarl.scheduler.survival import Lengths
 
 MOVE_S, PREFILL_S, PROMPT, LIMIT = 0.5, 0.002, 50, 2000
 
@@ -57,15 +57,19 @@ class Replay:
     def running(self, instance: Instance) -> list[str]:
         return [sample for sample, name in self.at.items() if name == instance.name]
 
+    def remaining(self, made: float) -> float:
+        return max(1.0, float(self.survival.expected_remaining(int(min(made, LIMIT - 1)))))
+
     def request(self, sample: str, home: str | None) -> Request:
         made = self.made[sample]
-        return Request(sample, sample.rpartition(":")[0], PROMPT + made, self.learned.remaining(made), home, "preferred" if home else "none")
+        return Request(sample, sample.rpartition(":")[0], PROMPT + made, self.remaining(made), home, "preferred" if home else "none")
 
     def loaded(self) -> list[Instance]:
         return [replace(instance, prefill_s=PREFILL_S, running=[self.request(s, instance.name) for s in self.running(instance)])
                 for instance in self.instances]
 
     def hand_out(self) -> None:
+        self.survival = self.learned.survival([])
         loaded = self.loaded()
         if self.even:
             assigned = {}
@@ -83,6 +87,7 @@ class Replay:
                 self.at[sample] = name
 
     def move(self) -> None:
+        self.survival = self.learned.survival([int(self.made[sample]) for sample in self.at])
         for move in rebalance(self.loaded(), move_s=MOVE_S):
             del self.at[move.sample]
             self.under_way[move.sample] = self.now + MOVE_S, move.target
@@ -104,7 +109,7 @@ class Replay:
             self.made[sample] += max(0.0, then - start) / step_s
             if self.made[sample] >= self.lengths[sample] - 1e-6:
                 del self.at[sample]
-                self.learned.add(self.lengths[sample])
+                self.learned.finished(self.lengths[sample])
         for sample, (when, name) in list(self.under_way.items()):
             if when <= then:
                 del self.under_way[sample]

@@ -83,7 +83,7 @@ class Iteration:
         self._monitor = monitor or Monitor(config)
         self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
         self.requests = Requests(
-            config, fleet, self.ledger, router or Router(config), split, temperature, self._at_work, self._spawn
+            config, fleet, self.ledger, router or Router(config, self._monitor.lengths), split, temperature, self._at_work, self._spawn
         )
         self._needs_scoring = scored_by_inference
         self.tally = Tally()
@@ -253,7 +253,7 @@ class Iteration:
         self.tally.correct += correct
         self.tally.timed_out += timed_out
         self.tally.prompt_tokens += prompt_tokens
-        self.requests.router.finished(sample, tokens, prompt_tokens)
+        self.requests.router.finished(sample, prompt_tokens)
         self.tally.tool_calls.append(tool_calls)
         self.tally.tool_seconds += tool_seconds
         self._masked[sample] = masked_tokens

@@ -80,8 +80,8 @@ class Job:
         self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self.workers = Workers(self)
         self.staging, self.checkpoints, self._recut = Staging(self), Checkpoints(self), Recut(self)
-        self.router = Router(config)
         self.monitor = Monitor(config, journal, first_epoch)
+        self.router = Router(config, self.monitor.lengths)
         self.last_event = self.step_started = time.monotonic()
 
     # --- start

@@ -12,21 +12,27 @@ from typing import Any
 
 from dynarl import wire
 from dynarl.config.schema import Config
-from dynarl.dataflow.forecast import Lengths, Speeds
 from dynarl.dataflow.ledger import Ledger
 from dynarl.dataflow.routing import Instance, Move, Request, rebalance, route
+from dynarl.dataflow.speeds import Speeds
+from dynarl.scheduler.survival import Lengths
 
 # What it takes to move a request, before one has been moved; weight of the newest measurement after that.
 FIRST_MOVE_S, NEWEST = 0.1, 0.25
 
 
 class Router:
-    """One instance per node: the engines of its devices together. The agent spreads requests over them."""
+    """One instance per node: the engines of its devices together. The agent spreads requests over them.
 
-    def __init__(self, config: Config):
+    lengths: of the answers that have finished; whoever hears of them keeps it up to date.
+    """
+
+    def __init__(self, config: Config, lengths: Lengths):
         self._devices = config.cluster.devices_per_node
         self._max_running = config.rollout.max_running * self._devices
-        self._lengths, self._speeds = Lengths(config.algorithm.max_response_tokens), Speeds()
+        self._lengths, self._speeds = lengths, Speeds()
+        self._survival, self._survival_of = lengths.survival([]), 0  # the estimate, and how many had finished then
+        self._running: list[int] = []  # tokens of the running requests, at the last look
         self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
         self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds
         self._begun: dict[str, tuple[float, float]] = {}  # running sample -> (when it was handed out, its tokens then)
@@ -42,8 +48,7 @@ class Router:
         self._speeds.note(worker, now, tokens, running)
         self._kv_tokens[node][worker] = kv_total_tokens
 
-    def finished(self, sample: str, tokens: int, prompt_tokens: int) -> None:
-        self._lengths.add(tokens)
+    def finished(self, sample: str, prompt_tokens: int) -> None:
         self._finished += 1
         if self._finished == 1:
             self._prompt_tokens = 0.0
@@ -83,11 +88,15 @@ class Router:
         return rebalance(self._instances(ledger, nodes, now), move_s=self.move_s)
 
     def _instances(self, ledger: Ledger, nodes: list[str], now: float) -> list[Instance]:
+        if self._finished * 16 > self._survival_of * 17:  # enough has finished since to matter
+            self._survival, self._survival_of = self._lengths.survival(self._running), self._finished
         running: dict[str, list[str]] = {node: [] for node in nodes}
         for sample, node in ledger.running.items():
             if node in running:
                 running[node].append(sample)
-        return [self._instance(node, samples, now) for node, samples in running.items()]
+        instances = [self._instance(node, samples, now) for node, samples in running.items()]
+        self._running = [int(request.prefix - self._prompt_tokens) for each in instances for request in each.running]
+        return instances
 
     def _instance(self, node: str, samples: list[str], now: float) -> Instance:
         workers = self._kv_tokens.get(node, {})
@@ -103,6 +112,7 @@ class Router:
                         kv_tokens=sum(workers.values()) if complete else math.inf)
 
     def _request(self, sample: str, tokens: float, home: str | None) -> Request:
-        tokens = min(tokens, self._lengths.limit - 1)
-        prefix, remaining = self._prompt_tokens + tokens, self._lengths.remaining(tokens)
+        tokens = min(tokens, self._lengths.max_tokens - 1)
+        prefix = self._prompt_tokens + tokens
+        remaining = max(1.0, float(self._survival.expected_remaining(int(tokens))))
         return Request(sample, wire.group_of(sample), prefix, remaining, home, "preferred" if home else "none")

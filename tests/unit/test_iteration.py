@@ -14,7 +14,7 @@ from dynarl.controller import requests, router
 from dynarl.controller.epochs import Epochs, Outcome
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.telemetry import Monitor
-from dynarl.dataflow import forecast
+from dynarl.dataflow import speeds
 from dynarl.hypergraph import journal
 from dynarl.hypergraph.check import check
 from dynarl.scheduler.policy import capabilities, start_roles
@@ -36,12 +36,12 @@ def describe(log, home, may, policy):
 
 
 def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_share=0.0, reaped=False, minibatches=1, membership="fixed",
-        groups=8, size=3, slow=(), max_running=8, limit_s=10.0):
+        groups=8, size=3, slow=(), max_running=8, longest=30, limit_s=10.0):
     """One iteration. Returns the cluster, after the checks that hold for every iteration. `reaped`: idle workers die, too;
     slow: nodes that take five times as long for a token."""
     samples = [wire.sample_id(1, g, m) for g in range(groups) for m in range(size)]
     may = capabilities(policy, home)
-    cluster = Cluster(start_roles(policy, home), seed, chaos_share)
+    cluster = Cluster(start_roles(policy, home), seed, chaos_share, longest)
     log = journal.Journal(tmp_path / f"journal-{seed}-{chaos_share}.jsonl")
     describe(log, home, may, policy)
 
@@ -49,7 +49,8 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         epochs = Epochs(cluster, log, home, policy.vote_timeout_s, first_epoch=1)
         epochs.roles = start_roles(policy, home)
         config = Config(policy=policy, rollout=Rollout(max_running=max_running), algorithm=Algorithm(
-            prompts_per_step=groups, group_size=size, minibatches=minibatches, membership=membership, normalize_std=False))
+            prompts_per_step=groups, group_size=size, minibatches=minibatches, membership=membership,
+            max_response_tokens=cluster.longest, normalize_std=False))
         iteration = cluster.iteration = Iteration(
             config, cluster, epochs, WEIGHTS, may, cluster.down, samples,
             scored_by_inference=any("inference" in choices for choices in may.values()),
@@ -135,7 +136,7 @@ def often(monkeypatch):
     """Rebalancing and measurements in the time scale of the pretended cluster."""
     monkeypatch.setattr(requests, "REBALANCE_S", 0.004)
     monkeypatch.setattr(router, "FIRST_MOVE_S", 0.001)
-    monkeypatch.setattr(forecast, "LEAST_S", 0.003)
+    monkeypatch.setattr(speeds, "LEAST_S", 0.003)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
@@ -162,7 +163,7 @@ def test_minibatches_by_completion_lean_towards_short_answers(tmp_path):
 @pytest.mark.parametrize("chaos_share", [0.0, 0.06])
 def test_requests_that_move_between_rollout_nodes_are_trained_once(seed, chaos_share, often, tmp_path):
     cluster = run(homes(3, 0, 1), Policy(name="static"), seed, tmp_path, chaos_share=chaos_share, slow=["n1"], groups=16,
-                  max_running=64, minibatches=2, membership="completion" if seed % 2 else "fixed")
+                  max_running=64, minibatches=2, membership="completion" if seed % 2 else "fixed", longest=90)
     assert cluster.relocated or chaos_share, "nothing moved, so this shows nothing"
     assert cluster.iteration.requests.num_moved <= cluster.relocated.total()
     # Each with its finished fellows wherever those are: the ledger knows the holder of every sample.

@@ -8,12 +8,13 @@ from dynarl import wire
 from dynarl.config.schema import Algorithm, Cluster, Config, Rollout
 from dynarl.controller.router import Router
 from dynarl.dataflow.ledger import Ledger
+from dynarl.scheduler.survival import Lengths
 
 
 def setting(groups: int = 4, size: int = 4, max_running: int = 16, devices: int = 1) -> tuple[Router, Ledger]:
     config = Config(rollout=Rollout(max_running=max_running), cluster=Cluster(devices_per_node=devices),
                     algorithm=Algorithm(max_response_tokens=200))
-    return Router(config), Ledger([wire.sample_id(1, g, m) for g in range(groups) for m in range(size)])
+    return Router(config, Lengths(200)), Ledger([wire.sample_id(1, g, m) for g in range(groups) for m in range(size)])
 
 
 def hand_out(router: Router, ledger: Ledger, nodes: list[str], now: float = 0.0) -> dict[str, list[str]]:
@@ -104,6 +105,8 @@ def test_a_dear_move_is_not_made():
 def test_what_remains_is_learned_from_answers_that_finished():
     router, ledger = setting(groups=8, size=2, max_running=8)
     for _ in range(20):
-        router.finished("1:9:0", tokens=30, prompt_tokens=12)
+        router._lengths.finished(30)
+        router.finished("1:9:0", prompt_tokens=12)
+    router.place(ledger, ["n1"], 0.0)
     assert router._request("1:0:0", 0, None).remaining == 30
     assert (router._request("1:0:0", 10, "n1").prefix, router._request("1:0:0", 10, "n1").remaining) == (22, 20)

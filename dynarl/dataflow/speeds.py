@@ -1,4 +1,4 @@
-"""What routing expects: how long answers still get, and how fast each instance decodes. Learned from what came in.
+"""How fast each instance decodes, learned from what the workers report.
 
 Pure: fed with what the workers report, times passed in.
 """
@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_right
 from collections import deque
 
-# Lengths that are remembered: the policy changes, and old answers tell less of new ones.
-KEPT_LENGTHS = 4096
-# With fewer answers longer than the one in question, half the way to the limit is as good a guess.
-FEW = 8
 # A reading over a shorter time is mostly noise.
 LEAST_S = 0.1
 # Loads at the two ends of a reading that differ by more say little of either.
@@ -23,42 +18,6 @@ MOST_CHANGE = 1.8
 HALF_LIFE_S, KEPT_STEPS = 60.0, 9
 # How far an instance is taken to be from the line at most, and the steps in which that is counted.
 MOST_OCTAVES, STEPS_PER_OCTAVE = 4.0, 4
-
-
-class Lengths:
-    """Response lengths of finished answers, and the mean that is left of one that has so many tokens already.
-
-    >>> lengths = Lengths(limit=100)
-    >>> lengths.remaining(20)
-    40.0
-    >>> for length in (10, 10, 20, 20, 30, 30, 40, 40, 60, 60):
-    ...     lengths.add(length)
-    >>> lengths.remaining(0), lengths.remaining(10)
-    (32.0, 27.5)
-    """
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self._lengths: deque[int] = deque(maxlen=KEPT_LENGTHS)
-        self._sorted: list[int] = []
-        self._above: list[int] = [0]  # sum of all lengths from each index on
-        self._added = 0
-
-    def add(self, length: int) -> None:
-        self._lengths.append(length)
-        self._added += 1
-
-    def remaining(self, so_far: float) -> float:
-        """Mean tokens that an answer of `so_far` tokens still gets; at least 1."""
-        if self._added * 16 > len(self._sorted):  # sorting on every answer would cost more than it tells
-            self._sorted, self._above, self._added = sorted(self._lengths), [0], 0
-            for length in reversed(self._sorted):
-                self._above.append(self._above[-1] + length)
-            self._above.reverse()
-        first = bisect_right(self._sorted, so_far)
-        count = len(self._sorted) - first
-        left = (self.limit - so_far) / 2 if count < FEW else self._above[first] / count - so_far
-        return max(1.0, left)
 
 
 class Speeds:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from dynarl.dataflow.forecast import FEW, KEPT_LENGTHS, MOST_OCTAVES, Lengths, Speeds
+from dynarl.dataflow.speeds import MOST_OCTAVES, Speeds
 
 
 def engine(speeds: Speeds, name: str, fixed_s: float, each_s: float, loads: list[int], now: float = 0.0, per_load_s: float = 1.0) -> float:
@@ -14,40 +14,6 @@ def engine(speeds: Speeds, name: str, fixed_s: float, each_s: float, loads: list
             now += per_load_s
             tokens += round(per_load_s / (fixed_s + each_s * load) * load)
     return now
-
-
-# --- lengths
-
-
-def test_what_is_left_is_the_mean_of_longer_answers_not_the_mean_less_what_is_there():
-    lengths, source = Lengths(limit=2000), random.Random(1)
-    for _ in range(1000):
-        lengths.add(min(2000, round(source.expovariate(1 / 100))))
-    # An exponential has no memory: as much is left after 150 tokens as at the start.
-    assert lengths.remaining(150) == pytest.approx(lengths.remaining(0), rel=0.25)
-
-
-def test_with_few_longer_answers_it_is_half_the_way_to_the_limit():
-    lengths = Lengths(limit=100)
-    for _ in range(50):
-        lengths.add(10)
-    for _ in range(FEW - 1):
-        lengths.add(60)
-    assert lengths.remaining(10) == 45
-    for _ in range(50):
-        lengths.add(60)
-    assert lengths.remaining(10) == 50
-    assert lengths.remaining(100) == lengths.remaining(99.5) == 1
-
-
-def test_old_answers_are_forgotten():
-    lengths = Lengths(limit=1000)
-    for length in [10] * KEPT_LENGTHS + [500] * KEPT_LENGTHS:
-        lengths.add(length)
-    assert lengths.remaining(0) == 500
-
-
-# --- speeds
 
 
 def test_the_line_is_found_from_different_loads():
