@@ -23,7 +23,7 @@ from mpi4py import MPI
 # Highest tag that MPI promises everywhere is 32767.
 TAG_SPACE = 32000
 # How often MPI is called when nothing goes on.
-PROGRESS_S = 0.05
+PROGRESS_S = 0.25
 
 
 class PhaseTimeout(RuntimeError):
