@@ -134,7 +134,8 @@ def targets(
                     else range(max(fair[0] - 2, 0), min(fair[0] + 2, total) + 1)
                 )
                 found |= dict.fromkeys((rollout, n, total - n) for n in span)
-            for index in range(len(stages)):  # all of them to, or from, one stage
+            # All of them to, or from, one stage.
+            for index in range(len(stages)) if len(stages) <= 3 or abs(given) <= EVERY_SPLIT else ():
                 if stages[index] + given >= 0:
                     found[rollout, *(have + given * (i == index) for i, have in enumerate(stages))] = None
             if given > 0:  # to those that have less than their share
