@@ -303,12 +303,8 @@ class Monitor:
     def summary(self, situation: Situation) -> dict[str, float]:
         """What the journal has of rollout beside what a decision rests on: utilisation, also of the fullest and
         slowest."""
-        found = summarize(
-            "rollout",
-            self._instances(situation.running),
-            expected_rate=self._expected(situation.running),
-            finished=round(self.lengths.events.sum()),
-        )
+        running = situation.running
+        found = summarize("rollout", self._instances(running), expected_rate=self._expected(running))
         return {
             name: value
             for name, value in found.flat().items()

@@ -95,7 +95,7 @@ class Replay:
 
     # --- what is seen
 
-    def situation(self, max_running: int | None = None) -> Situation:
+    def situation(self) -> Situation:
         roles = {name: node.role for name, node in self.nodes.items() if not node.going}
         running = {name: len(self.nodes[name].requests) for name, role in roles.items() if role == self.generator}
         so_far = [self.length[s] - end + node.steps for node in self.nodes.values() for end, s in node.requests]
@@ -129,7 +129,7 @@ class Replay:
             members,
             unfinished,
             0.0,
-            max_running or self.work.max_running,
+            self.work.max_running,
         )
 
     # --- what happens
