@@ -140,14 +140,14 @@ def often(monkeypatch):
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-@pytest.mark.parametrize("policy", ["threshold", "static", "colocated"])
+@pytest.mark.parametrize("policy", ["threshold", "adaptive", "static", "colocated"])
 def test_a_minibatch_of_fixed_membership_has_its_prompts_in_order(policy, minibatches, tmp_path):
     cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches)
     assert [name for batch in cluster.batches for name in batch] == list(cluster.iteration.ledger.groups)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-@pytest.mark.parametrize("policy", ["threshold", "static", "colocated"])
+@pytest.mark.parametrize("policy", ["threshold", "adaptive", "static", "colocated"])
 def test_a_minibatch_by_completion_has_the_first_complete_groups_once_each(policy, minibatches, tmp_path):
     cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches, membership="completion")
     assert [name for batch in cluster.batches for name in batch] == [group.name for group in cluster.iteration._completed]
