@@ -58,7 +58,7 @@ def busy_ledger() -> Ledger:
     """Two requests of 64 live, one on each generating node; all other groups wait to be trained."""
     ledger = Ledger([f"1:{g}:{m}" for g in range(16) for m in range(4)], scored_by_inference=False)
     for node, count in (("n1", 32), ("n2", 32)):
-        ledger.dispatch(node, count)
+        ledger.dispatch(node, ledger.waiting(count))
     for sample in list(ledger.running):
         if sample not in ("1:0:0", "1:8:0"):
             ledger.finished(sample, ledger.running[sample], reward=1.0, tokens=100, finish="stop")
@@ -119,7 +119,7 @@ def test_a_decision_and_what_came_of_it_are_on_record(clock, log, tmp_path):
 def test_decisions_take_no_more_than_their_share_of_the_time(clock):
     learning = monitor(clock)
     ledger = Ledger(["1:0:0", "1:0:1"], scored_by_inference=False)
-    ledger.dispatch("n1", 2)
+    ledger.dispatch("n1", ledger.waiting(2))
     looked = []
     learning.situation = lambda *args, inner=learning.situation: looked.append(clock.now) or inner(*args)
     for _ in range(1000):
@@ -139,8 +139,8 @@ def test_decisions_take_no_more_than_their_share_of_the_time(clock):
 def test_staying_is_recorded_only_when_its_reason_changes(clock, log, tmp_path):
     learning = monitor(clock, log)
     ledger = Ledger([f"1:{g}:{m}" for g in range(4) for m in range(4)], scored_by_inference=False)
-    ledger.dispatch("n1", 8)
-    ledger.dispatch("n2", 8)
+    ledger.dispatch("n1", ledger.waiting(8))
+    ledger.dispatch("n2", ledger.waiting(8))
     for _ in range(30):
         assert consult(learning, ledger) == {}
         clock.now += 2.0
