@@ -80,7 +80,8 @@ class Replay:
                 assigned[instance.name], left = left[:count], left[count:]
         else:
             free = sum(instance.max_running - len(instance.running) for instance in loaded)
-            assigned = route([self.request(s, None) for s in self.waiting[:free]], loaded).assigned
+            backlog = max(0, len(self.waiting) - free) * self.learned.remaining(0)
+            assigned = route([self.request(s, None) for s in self.waiting[:free]], loaded, backlog).assigned
         for name, samples in assigned.items():
             for sample in samples:
                 self.waiting.remove(sample)

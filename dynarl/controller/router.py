@@ -68,11 +68,13 @@ class Router:
     def place(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, list[str]]:
         """Node -> waiting samples that it should get now. The caller hands them out."""
         running = Counter(ledger.running.values())
-        # Only these are looked at: mostly one answer has finished, and all nodes but one are full.
         free = {node: self._max_running - running[node] for node in nodes if running[node] < self._max_running}
+        # Of equal nodes only these are looked at: mostly one answer has finished, and all nodes but one are full.
+        seen = nodes if free and len({self._speed(node) for node in nodes}) > 1 else list(free)
         waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
                    for sample in ledger.waiting(sum(free.values()))]
-        assigned = route(waiting, self._instances(ledger, list(free), now)).assigned if waiting else {}
+        backlog = (ledger.num_waiting - len(waiting)) * self._lengths.remaining(0)
+        assigned = route(waiting, self._instances(ledger, seen, now), backlog).assigned if waiting else {}
         for samples in assigned.values():
             self.handed_out(samples, now)
         return assigned
@@ -100,9 +102,7 @@ class Router:
 
     def _instance(self, node: str, samples: list[str], now: float) -> Instance:
         workers = self._kv_tokens.get(node, {})
-        speeds = [self._speeds.of(worker) for worker in workers] or [self._speeds.of(node)]
-        fixed_s, each_s = (sum(part) / len(speeds) for part in zip(*speeds))
-        each_s /= self._devices
+        fixed_s, each_s = self._speed(node)
         step_s = fixed_s + each_s * len(samples) if self._speeds.known() else math.inf
         begun = [(sample, *self._begun.get(sample, (now, 0.0))) for sample in samples]
         running = [self._request(sample, tokens + (now - since) / step_s, node) for sample, since, tokens in begun]
@@ -110,6 +110,12 @@ class Router:
         # To prefill a token takes at most as long as to decode it together with others.
         return Instance(node, self._max_running, running, fixed_s, each_s, prefill_s=each_s,
                         kv_tokens=sum(workers.values()) if complete else math.inf)
+
+    def _speed(self, node: str) -> tuple[float, float]:
+        """(fixed_s, per_request_s) of a node: its engines share its requests."""
+        speeds = [self._speeds.of(worker) for worker in self._kv_tokens.get(node, ())] or [self._speeds.of(node)]
+        fixed_s, each_s = (sum(part) / len(speeds) for part in zip(*speeds))
+        return fixed_s, each_s / self._devices
 
     def _request(self, sample: str, tokens: float, home: str | None) -> Request:
         tokens = min(tokens, self._lengths.max_tokens - 1)

@@ -10,7 +10,8 @@ seconds: S tokens left of all its requests, L of the longest, P tokens to prefil
 place, close to it otherwise. All preferences are prices in this one formula:
 
 - A prefix that is on an instance already (its own request's, or a fellow's of the same group) costs no prefill there.
-- A slow instance has larger coefficients, so it gets less.
+- A slow instance has larger coefficients, so it gets less; and none that would end there later than everything could,
+  and later than on an instance that is full now: such a request rather waits for a place.
 - `required`: only the instance that has the request's state (a tool session), or none for now. `preferred`: the home
   has no prefill; once it is gone the request goes where it ends first, as with `none`.
 
@@ -36,6 +37,8 @@ from typing import Iterable, Literal, Mapping, NamedTuple, Sequence
 
 # A request changes instances if that ends both earlier by this many times what the change costs: estimates err.
 PAYBACK = 2.0
+# A slow instance may end this much later than all would together if work could be split at will: estimates err.
+SLACK = 1.1
 # Instances whose speeds differ by less than this share are compared by their finish alone.
 SPEED_STEPS_PER_OCTAVE = 8
 
@@ -88,16 +91,20 @@ class Move(NamedTuple):
     gain_s: float
 
 
-def route(requests: Iterable[Request], instances: Iterable[Instance]) -> Routing:
-    """Give every request a place, where one is free."""
+def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: float = 0.0) -> Routing:
+    """Give every request a place, where one is free and good. backlog: tokens expected of requests not listed here."""
     requests = list(requests)
     loads = {instance.name: _Load(instance) for instance in instances}
     placed: dict[str, list[Request]] = {name: [] for name in loads}
     waiting: set[str] = set()
     queue = _Queue(loads.values())
+    full = [load for load in loads.values() if load.is_full()]
+    latest = SLACK * _water_level(loads.values(), backlog + sum(request.remaining for request in requests))
 
     def put(request: Request, load: _Load) -> None:
         load.add(request)
+        if load.is_full():
+            full.append(load)
         queue.changed(load)
         queue.fellows[request.group][load.name] = None
         placed[load.name].append(request)
@@ -109,7 +116,11 @@ def route(requests: Iterable[Request], instances: Iterable[Instance]) -> Routing
         choices = [load for load in (*near, *earliest) if load.has_room(members)]
         if not choices and earliest and len(members) == 1:  # those have a place, but not the memory
             choices = [load for load in loads.values() if load.has_room(members)]
-        return min(choices, key=lambda load: load.finish_with(members), default=None)
+        found = min(choices, key=lambda load: load.finish_with(members), default=None)
+        if found is not None and (end := found.finish_with(members)) > latest:
+            if any(load.finish_with(members) < end for load in full):
+                return None
+        return found
 
     units: dict[tuple[str, str | None], list[Request]] = defaultdict(list)
     for request in requests:
@@ -199,6 +210,10 @@ class _Load:
     def prefill_of(self, request: Request) -> float:
         return 0.0 if request.home == self.name or self.groups.get(request.group) else request.prefix
 
+    def slope(self) -> float:
+        """Seconds that a further token takes where many wait."""
+        return self.instance.fixed_s / self.instance.max_running + self.instance.per_request_s
+
     def is_full(self) -> bool:
         return len(self.left) >= self.instance.max_running
 
@@ -248,6 +263,17 @@ class _Queue:
                 heapq.heappop(heap)
             found += [heap[0][2]] if heap else []
         return found
+
+
+def _water_level(loads: Iterable[_Load], tokens: float) -> float:
+    """When all would end together, if `tokens` more could be spread at will."""
+    level = width = weighted = 0.0
+    for end, slope in sorted((load.finish(), load.slope()) for load in loads):
+        if width and end >= level:
+            break
+        width, weighted = width + 1 / slope, weighted + end / slope
+        level = (tokens + weighted) / width
+    return level
 
 
 def _level(loads: dict[str, _Load], movable: dict[str, list[Request]], move_s: float | None = None,

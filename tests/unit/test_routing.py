@@ -175,6 +175,16 @@ def test_a_straggler_gets_less():
     assert len(assigned["n1"]) < min(len(assigned[f"n{i}"]) for i in (2, 3, 4)) / 2
 
 
+def test_a_request_rather_waits_for_a_fast_instance_than_to_go_to_a_slow_one_that_ends_later():
+    fast, slow = Instance("n1", 4, group(9, 4, remaining=10)), Instance("n2", 4, fixed_s=20.0, per_request_s=20.0)
+    requests = group(0, 2)
+    assert route(requests, [fast, slow]) == ({}, ["1:0:0", "1:0:1"])
+    # With enough behind them the fast one has more than it can do, and the slow one helps.
+    assert route(requests, [fast, slow], backlog=10_000).assigned.keys() == {"n2"}
+    # And a slow one alone is better than none.
+    assert route(requests, [slow]).assigned.keys() == {"n2"}
+
+
 def test_an_instance_that_has_run_out_of_work_is_given_some():
     """Edge case: a survivor that is parked."""
     busy = [Instance(f"n{i}", 64, group(9 + i, 8)) for i in range(3)]
@@ -256,6 +266,8 @@ def test_every_request_has_one_place_or_waits_and_no_limit_is_broken(asked, mach
         mine = [by_name[s] for s in assigned.get(instance.name, [])]
         assert len(mine) <= instance.max_running and sum(r.kv_tokens for r in mine) <= instance.kv_tokens
         assert all(r.home == instance.name for r in mine if r.affinity == "required")
+    # Where all are idle, something is handed out: nobody waits for what nobody has.
+    assert assigned or not any(r.affinity != "required" and r.kv_tokens <= i.kv_tokens for r in requests for i in instances)
     assert route(requests, instances) == (assigned, waiting)  # and the same again
 
 
