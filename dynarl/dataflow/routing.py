@@ -35,7 +35,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Iterable, Literal, Mapping, NamedTuple, Sequence
 
-# A request changes instances if that ends both earlier by this many times what the change costs: estimates err.
+# A request changes instances if it ends earlier by this many times what the change costs: estimates err.
 PAYBACK = 2.0
 # A slow instance may end this much later than all would together if work could be split at will: estimates err.
 SLACK = 1.1
@@ -83,7 +83,7 @@ class Routing(NamedTuple):
 
 
 class Move(NamedTuple):
-    """`sample` goes from `source` to `target`; both are expected to be done `gain_s` earlier than source alone was."""
+    """`sample` goes from `source` to `target`, where it is expected to end `gain_s` earlier."""
 
     sample: str
     source: str
@@ -98,13 +98,10 @@ def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: f
     placed: dict[str, list[Request]] = {name: [] for name in loads}
     waiting: set[str] = set()
     queue = _Queue(loads.values())
-    full = [load for load in loads.values() if load.is_full()]
     latest = SLACK * _water_level(loads.values(), backlog + sum(request.remaining for request in requests))
 
     def put(request: Request, load: _Load) -> None:
         load.add(request)
-        if load.is_full():
-            full.append(load)
         queue.changed(load)
         queue.fellows[request.group][load.name] = None
         placed[load.name].append(request)
@@ -118,8 +115,8 @@ def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: f
             choices = [load for load in loads.values() if load.has_room(members)]
         found = min(choices, key=lambda load: load.finish_with(members), default=None)
         if found is not None and (end := found.finish_with(members)) > latest:
-            if any(load.finish_with(members) < end for load in full):
-                return None
+            if any(load.is_full(len(members)) and load.finish_with(members) < end for load in loads.values()):
+                return None  # there will be a place
         return found
 
     units: dict[tuple[str, str | None], list[Request]] = defaultdict(list)
@@ -148,8 +145,9 @@ def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: f
                    [request.sample for request in requests if request.sample in waiting])
 
 
-def rebalance(instances: Iterable[Instance], *, move_s: float, most: int = 8) -> list[Move]:
-    """Running requests that should change instances, at most `most`; each request at most once.
+def rebalance(instances: Iterable[Instance], *, move_s: float, most: int = 32) -> list[Move]:
+    """Running requests that should change instances, at most `most`; each request at most once. Each ends earlier by it,
+    at the present loads, and the receiver not later than the giver would have.
 
     A change costs `move_s` and a prefill of the prefix at the receiver, and is proposed when it pays that back
     PAYBACK times. Finished members of a group stay where they are: a group is whole in the ledger, which knows the
@@ -214,11 +212,14 @@ class _Load:
         """Seconds that a further token takes where many wait."""
         return self.instance.fixed_s / self.instance.max_running + self.instance.per_request_s
 
-    def is_full(self) -> bool:
-        return len(self.left) >= self.instance.max_running
+    def step_s(self, more: int = 0) -> float:
+        return self.instance.fixed_s + self.instance.per_request_s * (len(self.left) + more)
+
+    def is_full(self, wanted: int = 1) -> bool:
+        return len(self.left) + wanted > self.instance.max_running
 
     def has_room(self, members: list[Request]) -> bool:
-        return (len(self.left) + len(members) <= self.instance.max_running
+        return (not self.is_full(len(members))
                 and self.kv_tokens + sum(r.kv_tokens for r in members) <= self.instance.kv_tokens)
 
     def finish(self, more: float = 0.0, longest: float = 0.0, prefill: float = 0.0) -> float:
@@ -322,7 +323,10 @@ def _best_move(source: _Load, target: _Load, movable: list[Request], move_s: flo
         prefill = target.prefill_of(request) if move_s is None else request.prefix
         cost_s = 0.0 if move_s is None else move_s + target.instance.prefill_s * prefill
         arrival = target.finish(request.remaining, request.remaining, prefill) + (move_s or 0.0)
-        gain = end - max(source.finish_without(request), arrival)
+        if move_s is None:
+            gain = end - max(source.finish_without(request), arrival)
+        else:  # what it gains itself, if nothing ends later for it: on a slow instance others may be as long
+            gain = (source.step_s() - target.step_s(1)) * request.remaining - cost_s if arrival <= end else 0.0
         if gain > max(PAYBACK * cost_s, 1e-9 * end, best[0]):
             best = gain, index, target
     return best

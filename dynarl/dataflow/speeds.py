@@ -13,6 +13,8 @@ from collections import deque
 LEAST_S = 0.1
 # Loads at the two ends of a reading that differ by more say little of either.
 MOST_CHANGE = 1.8
+# No engine decodes a further request for less than this share of a step at the mean load, divided by that load.
+LEAST_SLOPE = 0.1
 # Time in which a reading loses half of its weight in the line: its range of loads is that of an iteration, not of a
 # moment. Readings of one instance that its factor is the median of.
 HALF_LIFE_S, KEPT_STEPS = 60.0, 9
@@ -72,11 +74,8 @@ class Speeds:
         n, b, t, bb, bt = self._sums
         if not n:
             return 1.0, 1.0
-        spread = n * bb - b * b
-        if spread < 0.01 * b * b:  # all at one load: half and half
-            return t / n / 2, t / b / 2
-        slope = (n * bt - b * t) / spread
-        fixed = (t - slope * b) / n
-        if slope <= 0:
-            return t / n, 0.0
-        return (fixed, slope) if fixed >= 0 else (0.0, t / b)
+        spread, steepest = n * bb - b * b, t / b
+        # All at one load: half and half. A slow instance at a low load can turn the line over: that is no speed.
+        slope = (n * bt - b * t) / spread if spread > 0.01 * b * b else steepest / 2
+        slope = min(max(slope, LEAST_SLOPE * steepest), steepest)
+        return (t - slope * b) / n, slope

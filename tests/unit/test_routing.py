@@ -179,6 +179,9 @@ def test_a_request_rather_waits_for_a_fast_instance_than_to_go_to_a_slow_one_tha
     fast, slow = Instance("n1", 4, group(9, 4, remaining=10)), Instance("n2", 4, fixed_s=20.0, per_request_s=20.0)
     requests = group(0, 2)
     assert route(requests, [fast, slow]) == ({}, ["1:0:0", "1:0:1"])
+    # Also where a group does not fit whole.
+    nearly_full = Instance("n1", 4, group(9, 3, remaining=10))
+    assert route(requests, [nearly_full, slow]) == ({"n1": ["1:0:0"]}, ["1:0:1"])
     # With enough behind them the fast one has more than it can do, and the slow one helps.
     assert route(requests, [fast, slow], backlog=10_000).assigned.keys() == {"n2"}
     # And a slow one alone is better than none.
