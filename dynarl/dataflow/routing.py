@@ -146,8 +146,8 @@ def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: f
 
 
 def rebalance(instances: Iterable[Instance], *, move_s: float, most: int = 32) -> list[Move]:
-    """Running requests that should change instances, at most `most`; each request at most once. Each ends earlier by it,
-    at the present loads, and the receiver not later than the giver would have.
+    """Running requests that should change instances, at most `most`; each request at most once. At the present loads
+    each ends earlier by it, and the receiver not later than the giver would have.
 
     A change costs `move_s` and a prefill of the prefix at the receiver, and is proposed when it pays that back
     PAYBACK times. Finished members of a group stay where they are: a group is whole in the ledger, which knows the
