@@ -31,6 +31,8 @@ TAG_SPACE = 32000
 WIRE_PAUSE_S = 1e-4
 # How long the event loop may be kept from other work. Its own timers are too coarse here: epoll counts milliseconds.
 LOOP_S = 1e-3
+# When nothing has moved for so long somebody is late, or stuck: then a look in so many seconds is enough.
+STILL_S, STILL_PAUSE_S = 0.1, 1e-2
 # Sends, and receives, that one rank has posted at a time: enough to fill a wire, few enough to look at often.
 MOST_POSTED = 16
 
@@ -108,14 +110,20 @@ class Exchange:
         run = _Run(self._lanes, self._sends, self._receives, communicator, transition)
         checks = [*(lane.mailbox.check for lane in self._lanes), *checks]
         patience = Patience(timeout_s, f"exchange of transition {transition}", checks)
-        began = yielded = time.monotonic()
+        began = yielded = moved = time.monotonic()
         wire_s = waited_s = 0.0
         barrier = None
         while barrier is None or not barrier.Test():
+            now = time.monotonic()
             if run.advance():
                 patience.moved()
+                moved = now
             elif barrier is None and run.done:
                 barrier = communicator.Ibarrier()
+            elif now - moved > STILL_S:
+                patience.next_pause()
+                await asyncio.sleep(STILL_PAUSE_S)
+                waited_s += STILL_PAUSE_S
             else:
                 pause = min(patience.next_pause(), WIRE_PAUSE_S if run.posted or barrier else LOOP_S)
                 time.sleep(pause)
