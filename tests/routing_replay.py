@@ -80,7 +80,7 @@ class Replay:
                 assigned[instance.name], left = left[:count], left[count:]
         else:
             free = sum(instance.max_running - len(instance.running) for instance in loaded)
-            backlog = max(0, len(self.waiting) - free) * self.learned.remaining(0)
+            backlog = max(0, len(self.waiting) - free) * self.remaining(0)
             assigned = route([self.request(s, None) for s in self.waiting[:free]], loaded, backlog).assigned
         for name, samples in assigned.items():
             for sample in samples:

@@ -73,7 +73,7 @@ class Router:
         seen = nodes if free and len({self._speed(node) for node in nodes}) > 1 else list(free)
         waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
                    for sample in ledger.waiting(sum(free.values()))]
-        backlog = (ledger.num_waiting - len(waiting)) * self._lengths.remaining(0)
+        backlog = (ledger.num_waiting - len(waiting)) * float(self._survival.expected_remaining(0))
         assigned = route(waiting, self._instances(ledger, seen, now), backlog).assigned if waiting else {}
         for samples in assigned.values():
             self.handed_out(samples, now)
