@@ -205,7 +205,7 @@ class Cluster:
         finally:
             node.inside -= 1
 
-    async def on_generate(self, node, requests, split, temperature, seed, max_response_tokens, holders):
+    async def on_generate(self, node, requests, split, temperature, seed, max_response_tokens, holders, order):
         await self.passing(node, "rollout", [(r["sample"], r["holder"]) for r in requests if r["holder"]])
         for request in requests:
             assert request["sample"] not in node.requests, "the same request twice on one node"

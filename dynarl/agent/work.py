@@ -150,20 +150,21 @@ class Work:
         seed: int,
         max_response_tokens: int,
         holders: dict[str, str],
+        order: str = "priority",
     ) -> None:
         """Give requests ({sample, holder}) to the rollout workers here. `holders`: node -> address, for partial
         answers.
         """
         async with self._gate.passing("a request"):
             try:
-                await self._submit(requests, split, temperature, seed, max_response_tokens, holders)
+                await self._submit(requests, split, temperature, seed, max_response_tokens, holders, order)
             except BaseException:  # they are offered to others now
                 for request in requests:
                     self.requests.pop(request["sample"], None)
                 raise
 
     async def _submit(self, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
-                      holders: dict[str, str]) -> None:
+                      holders: dict[str, str], order: str) -> None:
         names = self._agent.of_role("rollout")
         if not names:
             raise wire.CallError(f"{self._agent.node} has no rollout worker")
@@ -181,7 +182,8 @@ class Work:
             entry = self.requests[sample] = {
                 "worker": name, "split": split, "prompt": prompt, "at_tool": False,
                 "answer": so_far or Trajectory(sample, prompt, b"", b""),
-                "max_response_tokens": max_response_tokens, "temperature": temperature, "seed": seed}
+                "max_response_tokens": max_response_tokens, "temperature": temperature, "seed": seed,
+                "order": order}
             if self.turns and self.turns.may_call(entry):
                 self._agent.controller.spawn(self.turns.use_tool(entry, request["holder"], holders))
                 entry["at_tool"] = True  # at once, and not when that begins
@@ -195,7 +197,7 @@ class Work:
         return {"sample": answer.sample, "prompt": entry["prompt"], "response": answer.response,
                 "logprobs": answer.rollout_logprobs, "tool_calls": answer.tool_calls,
                 "stop_ids": [self.turns.tools.call_end] if self.turns else [],
-                **{name: entry[name] for name in ("max_response_tokens", "temperature", "seed")}}
+                **{name: entry[name] for name in ("max_response_tokens", "temperature", "seed", "order")}}
 
     def parts_came(self, worker: str, parts: list[dict]) -> None:
         """Keep what a rollout worker has sampled of answers that go on: all that is left of them should it die."""

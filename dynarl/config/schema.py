@@ -184,6 +184,16 @@ class Rollout(Section):
         doc("local: in the worker, any machine. sglang: a server per device, in an environment of its own"),
     ] = "local"
     max_running: Annotated[Positive, doc("requests that one instance decodes together")] = 32
+    max_queued: Annotated[
+        Count, doc("requests beyond these that an instance is given; they take the places of answers that are at a tool")
+    ] = 0
+    order: Annotated[
+        Literal["priority", "arrival"],
+        doc(
+            "which of the requests that wait in an instance goes first. priority: the one with most completed tool "
+            "calls, then with the longest cached prefix, then the oldest. arrival: the one that came first"
+        ),
+    ] = "priority"
     python: Annotated[
         str | None,
         doc(

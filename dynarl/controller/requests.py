@@ -59,6 +59,7 @@ class Requests:
             temperature=self._temperature,
             seed=self._config.run.seed,
             max_response_tokens=self._config.algorithm.max_response_tokens,
+            order=self._config.rollout.order,
             holders={h: self._fleet.agents[h].peer_address for h in holders},
         )
 

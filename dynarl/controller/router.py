@@ -30,6 +30,7 @@ class Router:
     def __init__(self, config: Config, lengths: Lengths):
         self._devices = config.cluster.devices_per_node
         self._max_running = config.rollout.max_running * self._devices
+        self._max_queued = config.rollout.max_queued * self._devices
         self._lengths, self._speeds = lengths, Speeds()
         self._survival, self._survival_of = lengths.survival([]), 0  # the estimate, and how many had finished then
         self._running: list[int] = []  # tokens of the running requests, at the last look
@@ -68,7 +69,8 @@ class Router:
     def place(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, list[str]]:
         """Node -> waiting samples that it should get now. The caller hands them out."""
         running = Counter(ledger.running.values())
-        free = {node: self._max_running - running[node] for node in nodes if running[node] < self._max_running}
+        most = self._max_running + self._max_queued
+        free = {node: most - running[node] for node in nodes if running[node] < most}
         # Of equal nodes only these are looked at: mostly one answer has finished, and all nodes but one are full.
         seen = nodes if free and len({self._speed(node) for node in nodes}) > 1 else list(free)
         waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
@@ -103,13 +105,16 @@ class Router:
     def _instance(self, node: str, samples: list[str], now: float) -> Instance:
         workers = self._kv_tokens.get(node, {})
         fixed_s, each_s = self._speed(node)
-        step_s = fixed_s + each_s * len(samples) if self._speeds.known() else math.inf
+        # Beyond max_running they take turns, so each gets on more slowly.
+        batch, turns = min(len(samples), self._max_running), max(1.0, len(samples) / self._max_running)
+        step_s = (fixed_s + each_s * batch) * turns if self._speeds.known() else math.inf
         begun = [(sample, *self._begun.get(sample, (now, 0.0))) for sample in samples]
         running = [self._request(sample, tokens + (now - since) / step_s, node) for sample, since, tokens in begun]
         complete = len(workers) == self._devices and all(workers.values())
-        # To prefill a token takes at most as long as to decode it together with others.
+        # What is queued takes no memory yet. To prefill a token takes at most as long as to decode it with others.
+        held = 1.0 + self._max_queued / self._max_running
         return Instance(node, self._max_running, running, fixed_s, each_s, prefill_s=each_s,
-                        kv_tokens=sum(workers.values()) if complete else math.inf)
+                        kv_tokens=sum(workers.values()) * held if complete else math.inf, max_queued=self._max_queued)
 
     def _speed(self, node: str) -> tuple[float, float]:
         """(fixed_s, per_request_s) of a node: its engines share its requests."""

@@ -47,6 +47,7 @@ class Monitor:
     ):
         self._config, self._journal, self._number, self._clock = config, journal, first_number, clock
         self._max_running = config.rollout.max_running * config.cluster.devices_per_node
+        self._max_queued = config.rollout.max_queued * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
         self.lengths = Lengths(config.algorithm.max_response_tokens)
         self._workers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # node -> worker -> its last figures
@@ -233,6 +234,7 @@ class Monitor:
             lengths=[0] * (groups * size),
             live_members={size: groups},
             max_running=self._max_running,
+            max_queued=self._max_queued,
         )
         return adaptive.start_roles(policy, home, situation, self.lengths.survival([]), self.costs)
 
@@ -274,6 +276,7 @@ class Monitor:
             finished_tokens=sum(g.num_tokens for g in groups["generating"]),
             prompt_tokens=self._config.algorithm.max_prompt_tokens,
             max_running=self._max_running,
+            max_queued=self._max_queued,
             kv_tokens=self.kv_tokens(),
             units=units,
             slow=self.slow(running),
@@ -288,13 +291,14 @@ class Monitor:
         return [known[(2 * i + 1) * len(known) // (2 * count)] for i in range(count)]
 
     def kv_tokens(self) -> float | None:
-        """What the KV memory of a node holds; None while no engine has told."""
+        """What the requests of a node may take of KV memory, those queued in their turn; None while no engine has told.
+        """
         totals = [
             sum(f["kv_total"] for f in workers.values())
             for workers in self._workers.values()
             if workers and all(f["kv_total"] for f in workers.values())
         ]
-        return min(totals, default=None)
+        return min(totals) * (1.0 + self._max_queued / self._max_running) if totals else None
 
     def slow(self, running: Mapping[str, int]) -> frozenset[str]:
         found = summarize("rollout", self._instances(running), expected_rate=self._expected(running))

@@ -6,6 +6,8 @@
 - A request is overdue after MOST_PASSES admissions of others, or MOST_WAIT_S seconds. Overdue ones go before all
   others, the longest waiting first.
 
+With order `arrival` age is all that counts, and one that comes back from a tool is the youngest.
+
 So no request starves: once it is overdue only those can still go before it that came before it. If W requests waited
 when it came, it is passed over at most MOST_PASSES + W times; and after MOST_WAIT_S seconds at most W times.
 
@@ -39,6 +41,7 @@ class Ticket:
     admissions: int
     since_s: float
     tool_calls: int
+    order: str = "priority"
 
 
 class Desk:
@@ -48,10 +51,10 @@ class Desk:
         self._most_passes, self._most_wait_s = most_passes, most_wait_s
         self._issued = self._admissions = 0
 
-    def ticket(self, tool_calls: int, now: float) -> Ticket:
+    def ticket(self, tool_calls: int, now: float, order: str = "priority") -> Ticket:
         """For a request that comes now. It keeps the ticket as long as it is in the engine."""
         self._issued += 1
-        return Ticket(self._issued, self._admissions, now, tool_calls)
+        return Ticket(self._issued, self._admissions, now, tool_calls, order)
 
     def draw(self, waiting: Sequence[Ticket], cached: Sequence[int], now: float) -> int:
         """Index of the one that is admitted now; `cached`: tokens of each one's prefix that need no prefill."""
@@ -59,7 +62,7 @@ class Desk:
             ticket = waiting[index]
             overdue = (self._admissions - ticket.admissions >= self._most_passes
                        or now - ticket.since_s >= self._most_wait_s)
-            merit = (0, 0) if overdue else (-ticket.tool_calls, -cached[index])
+            merit = (0, 0) if overdue or ticket.order == "arrival" else (-ticket.tool_calls, -cached[index])
             return not overdue, *merit, ticket.number
 
         chosen = min(range(len(waiting)), key=rank)

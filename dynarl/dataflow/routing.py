@@ -64,7 +64,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Instance:
-    """max_running: requests decoded together, more are not sent; kv_tokens: what its KV memory holds."""
+    """max_running: requests decoded together; of more than max_queued beyond these none is sent. kv_tokens: what the
+    requests that it holds may take of KV memory, each at its end.
+    """
 
     name: str
     max_running: int
@@ -73,6 +75,11 @@ class Instance:
     per_request_s: float = 1.0
     prefill_s: float = 0.0
     kv_tokens: float = math.inf
+    max_queued: int = 0
+
+    @property
+    def most(self) -> int:
+        return self.max_running + self.max_queued
 
 
 class Routing(NamedTuple):
@@ -216,7 +223,7 @@ class _Load:
         return self.instance.fixed_s + self.instance.per_request_s * (len(self.left) + more)
 
     def is_full(self, wanted: int = 1) -> bool:
-        return len(self.left) + wanted > self.instance.max_running
+        return len(self.left) + wanted > self.instance.most
 
     def has_room(self, members: list[Request]) -> bool:
         return (not self.is_full(len(members))

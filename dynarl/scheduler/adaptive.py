@@ -165,7 +165,7 @@ def _may_leave(policy: Policy, situation: Situation, pool: Pool, made: Generatio
         return movable, ""
     limits = {
         f"policy.min_rollout_nodes is {policy.min_rollout_nodes}": there - max(policy.min_rollout_nodes, 1),
-        f"{situation.live} live requests need the others": there - -(-situation.live // situation.max_running),
+        f"{situation.live} live requests need the others": there - -(-situation.live // situation.most),
         "no complete group waits for a node": sum(
             queue.waiting for name, queue in situation.queues.items() if pool.able[situation.generator, name]
         ),
@@ -268,7 +268,7 @@ def _with_later(
     """The best forecast of each plan when rollout may change once more before the last answer."""
     rows, choices = [], []
     for index, plan in enumerate(plans):
-        least = max(problem.stuck, 1, -(-int(problem.generation.live[0] * 0.5) // max(situation.max_running, 1)))
+        least = max(problem.stuck, 1, -(-int(problem.generation.live[0] * 0.5) // max(situation.most, 1)))
         fewer = sorted(
             {max(least, round(plan.target[0] * part)) for part in (0.75, 0.5, 0.25)} | {max(plan.target[0] - 1, least)}
         )

@@ -26,8 +26,9 @@ class Situation:
     roles: component of each node, None for a node of the free pool; may: components it can join; queues: the components
     after the generating one, in pipeline order; running: requests on each generating node; waiting: requests on none;
     lengths: tokens so far of every live request; live_members: {live members: number of unfinished groups};
-    finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt; max_running, kv_tokens:
-    what one node holds (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
+    finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt; max_running: requests that
+    one node decodes together; max_queued: beyond these it holds so many; kv_tokens: what all of them may take there
+    (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
     the others; syncing: weights are on their way.
     """
 
@@ -42,6 +43,7 @@ class Situation:
     finished_tokens: float = 0.0
     prompt_tokens: float = 0.0
     max_running: int = 1
+    max_queued: int = 0
     kv_tokens: float | None = None
     units: Mapping[str, int] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()
@@ -50,6 +52,11 @@ class Situation:
     @property
     def components(self) -> tuple[str, ...]:
         return (self.generator, *self.queues)
+
+    @property
+    def most(self) -> int:
+        """Requests that one node holds."""
+        return self.max_running + self.max_queued
 
     @property
     def live(self) -> int:

@@ -272,16 +272,18 @@ def test_whatever_comes_goes_and_comes_again_the_answers_are_those_of_undisturbe
         assert_same(done[sample], alone[sample])
 
 
-def test_later_turns_and_longer_cached_prefixes_are_taken_in_first(models):
+@pytest.mark.parametrize("order, samples", [("priority", (3, 8, 1, 2, 4)), ("arrival", (1, 2, 8, 3, 4))])
+def test_later_turns_and_longer_cached_prefixes_are_taken_in_first_unless_arrival_decides(models, order, samples):
     engine = LocalEngine(models[0], 0, max_running=1)
     engine.submit([request(8)])
     engine.step()
     (partial,) = engine.abort()
-    engine.submit([request(1, 3), request(2, 3), turn(engine, partial, tokens=9), request(3, 3, tool_calls=1), request(4, 3)])
-    order = []
+    waiting = [request(1, 3), request(2, 3), turn(engine, partial, tokens=9), request(3, 3, tool_calls=1), request(4, 3)]
+    engine.submit([msgspec.structs.replace(one, order=order) for one in waiting])
+    came = []
     while engine.busy():
-        order += [output.sample for output in engine.step()]
-    assert order == ["0:3:0", "0:8:0", "0:1:0", "0:2:0", "0:4:0"]
+        came += [output.sample for output in engine.step()]
+    assert came == [f"0:{number}:0" for number in samples]
 
 
 def test_load_updates_weights_in_place_and_requests_go_on_under_them(models):

@@ -12,11 +12,11 @@ from dynarl.dataflow.priority import MOST_PASSES, MOST_WAIT_S, Desk
 class Engine:
     """Admits one request at a time. Requests: name -> (ticket, cached tokens)."""
 
-    def __init__(self, **limits):
-        self.desk, self.waiting, self.order, self.now = Desk(**limits), {}, [], 0.0
+    def __init__(self, by="priority", **limits):
+        self.desk, self.by, self.waiting, self.order, self.now = Desk(**limits), by, {}, [], 0.0
 
     def come(self, name, tool_calls=0, cached=0):
-        self.waiting[name] = self.desk.ticket(tool_calls, self.now), cached
+        self.waiting[name] = self.desk.ticket(tool_calls, self.now, self.by), cached
 
     def admit(self):
         names = list(self.waiting)
@@ -40,6 +40,15 @@ def test_more_tool_calls_go_first_then_longer_prefixes_then_age():
     engine.come("third turn", tool_calls=2)
     assert engine.drain() == ["third turn", "second turn, long prefix", "second turn, short prefix", "first turn, cached",
                               "first turn, came first"]
+
+
+def test_by_arrival_neither_tool_calls_nor_prefixes_count_and_who_comes_back_is_the_last():
+    engine = Engine(by="arrival")
+    engine.come("first turn")
+    engine.come("cached", cached=50)
+    engine.admit()
+    engine.come("second turn", tool_calls=1, cached=90)
+    assert engine.drain() == ["first turn", "cached", "second turn"]
 
 
 def test_equal_requests_are_taken_in_the_order_in_which_they_came():

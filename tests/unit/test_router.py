@@ -11,8 +11,9 @@ from dynarl.dataflow.ledger import Ledger
 from dynarl.scheduler.survival import Lengths
 
 
-def setting(groups: int = 4, size: int = 4, max_running: int = 16, devices: int = 1) -> tuple[Router, Ledger]:
-    config = Config(rollout=Rollout(max_running=max_running), cluster=Cluster(devices_per_node=devices),
+def setting(groups: int = 4, size: int = 4, max_running: int = 16, devices: int = 1,
+            max_queued: int = 0) -> tuple[Router, Ledger]:
+    config = Config(rollout=Rollout(max_running=max_running, max_queued=max_queued), cluster=Cluster(devices_per_node=devices),
                     algorithm=Algorithm(max_response_tokens=200))
     return Router(config, Lengths(200)), Ledger([wire.sample_id(1, g, m) for g in range(groups) for m in range(size)])
 
@@ -38,6 +39,24 @@ def test_everything_that_fits_is_handed_out_and_the_rest_waits():
     assert ledger.num_waiting == 4
     assert hand_out(router, ledger, ["n1", "n2"]) == {}
     assert hand_out(router, ledger, []) == {}
+
+
+def test_a_node_that_may_queue_is_given_more_and_its_memory_counts_for_those_in_turn():
+    router, ledger = setting(groups=8, size=4, max_running=2, max_queued=8)
+    report(router, {"n1": 10, "n2": 10}, kv_total_tokens=328)  # two requests of 64 of prompt and 100 expected
+    assigned = hand_out(router, ledger, ["n1", "n2"], now=10.0)
+    assert {node: len(samples) for node, samples in assigned.items()} == {"n1": 10, "n2": 10}
+    assert (ledger.num_waiting, hand_out(router, ledger, ["n1", "n2"], now=10.0)) == (12, {})
+
+
+def test_queued_requests_get_on_more_slowly():
+    alone, queued = setting(groups=1, size=2, max_running=2), setting(groups=4, size=2, max_running=2, max_queued=8)
+    so_far = []
+    for router, ledger in (alone, queued):
+        report(router, {"n1": 10}, running=2)
+        hand_out(router, ledger, ["n1"], now=10.0)
+        so_far.append(router._instances(ledger, ["n1"], 14.0)[0].running[0].prefix - 64)
+    assert so_far[1] == pytest.approx(so_far[0] / 4)
 
 
 def test_devices_of_a_node_count_together():

@@ -169,6 +169,7 @@ def test_the_others_must_hold_all_live_requests():
     assert after(situation, ask(situation).moves)["rollout"] == 4
     roomy = replace(situation, max_running=64)
     assert after(roomy, ask(roomy).moves)["rollout"] in (2, 3)
+    assert ask(replace(situation, max_queued=68)).moves, "where requests may queue the forecast alone decides"
 
 
 def test_the_others_must_hold_the_kv_memory_of_what_lives_and_grows():

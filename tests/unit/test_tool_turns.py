@@ -102,6 +102,7 @@ class Scene:
             seed=1,
             max_response_tokens=most,
             holders=holders,
+            order="arrival",
         )
 
     async def submitted(self, count, node="n1"):
@@ -162,7 +163,7 @@ def test_the_engine_goes_on_behind_what_the_tool_answered(tmp_path):
         second = (await scene.submitted(2))[1]
         assert text_of(second["response"]) == "<call>wait 0</call><result>ok 1</result>"
         assert wire.unpack_floats(second["logprobs"]) == [-1.0] * 4 + [0.0] * 4
-        assert second["tool_calls"] == 1 and second["stop_ids"] == CODEC.encode("</call>")
+        assert (second["tool_calls"], second["order"]) == (1, "arrival") and second["stop_ids"] == CODEC.encode("</call>")
         await scene.engine_says("<call>wait 0.0</call>")
         third = (await scene.submitted(3))[2]
         assert text_of(third["response"]).endswith("<call>wait 0.0</call><result>ok 2</result>"), (

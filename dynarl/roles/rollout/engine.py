@@ -31,7 +31,7 @@ class Request(msgspec.Struct):
     prompt, response: int32 token ids; logprobs: float32, one per token of `response` (what was sampled so far, or
     written by tools; empty for a fresh request). max_response_tokens counts the tokens of `response` too. temperature 0
     is greedy. stop_ids: tokens that end the answer as an end-of-sequence token does. tool_calls: those that the answer
-    has made so far; with more of them a waiting request goes first.
+    has made so far; with more of them a waiting request goes first, unless `order` is "arrival".
     A token depends on the logits, on (seed, sample) and on its position in the sequence alone.
     """
 
@@ -44,6 +44,7 @@ class Request(msgspec.Struct):
     seed: int = 0
     stop_ids: list[int] = []
     tool_calls: int = 0
+    order: str = "priority"
 
 
 class Output(msgspec.Struct):

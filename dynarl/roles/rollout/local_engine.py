@@ -111,7 +111,7 @@ class LocalEngine(Engine):
                 wire.unpack_ids(request.response),
                 wire.unpack_floats(request.logprobs),
                 stream_key(request.seed, request.sample),
-                self._desk.ticket(request.tool_calls, time.monotonic()),
+                self._desk.ticket(request.tool_calls, time.monotonic(), request.order),
             )
             finish = self._finish(running)
             if finish is None:

@@ -101,7 +101,7 @@ class SGLangEngine(Engine):
             check_request(request, known, self._config["vocab_size"], self._positions)
             known.add(request.sample)
         for request in requests:
-            ticket = self._desk.ticket(request.tool_calls, time.monotonic())
+            ticket = self._desk.ticket(request.tool_calls, time.monotonic(), request.order)
             pending = Pending(request, request.response, request.logprobs, ticket)
             if self._room(pending) > 0:
                 self._waiting.append(pending)
