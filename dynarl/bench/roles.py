@@ -8,10 +8,11 @@ on every node. Candidates, interleaved in every round:
   first round go on to the later ones, and the medians are over all rounds;
 - colocated: all nodes take the roles in turn;
 - dynamic: the threshold rule;
-- adaptive: forecasts of the end.
+- adaptive: forecasts of the end, by what it has learned in all iterations before;
+- where answers call tools, the last two with requests that wait in the engines by arrival instead of by priority.
 
-Then moves: a node leaves rollout for training while answers are being generated, live; and the same change of split by
-ending the step and starting it again.
+Then, where they do not, moves: a node leaves rollout for training while answers are being generated, live; and the same
+change of split by ending the step and starting it again.
 """
 
 from __future__ import annotations
@@ -24,82 +25,115 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from dynarl.bench.roles_summary import BY_ARRIVAL, STATIC, Measurements, finalists
 from dynarl.config.schema import Policy
 from dynarl.controller.__main__ import main
+from dynarl.controller.iteration import Iteration
 from dynarl.controller.job import Job
-from dynarl.scheduler.policy import start_roles
+from dynarl.controller.router import Router
+from dynarl.controller.telemetry import Monitor
+from dynarl.scheduler.policy import ROLES
 
 log = logging.getLogger(__name__)
 
 ROUNDS = 3
-# Static splits that are measured in every round; the others were much slower in the first.
-FINALISTS = 6
 MOVES = 10
 RESTARTS = 3
+# How often it is looked which nodes are at work: a hundred times in the shortest phases that matter.
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """roles: those at the start, None for what the policy begins with; order: of requests that wait in an engine."""
+
+    policy: Policy
+    roles: dict[str, str] | None = None
+    order: str = "priority"
 
 
 class RolesBench(Job):
     """The job with its body replaced by measurements; results go to <run>/bench.json."""
 
+    work: dict[str, float]  # what the last iteration had to do
+
     async def body(self) -> None:
         if self.config.warm_start.steps and not self.progress.warm_start_done:
             await self.warm_start()
+        agentic = self.config.algorithm.workflow == "agentic"
+        candidates = self.candidates(agentic)
+        # What the adaptive policy learns it learns in its own iterations, as in a job of its own; the others share.
+        own = Monitor(self.config, self.journal)
+        self.learned = {False: (self.monitor, self.router), True: (own, Router(self.config, own.lengths))}
+        # Not counted: first forward passes, communicators, and what the adaptive policy learns in its first iteration.
+        for name, candidate in candidates.items():
+            if not name.startswith(STATIC) and candidate.order == "priority":
+                await self.measure(candidate)
+        rounds: Measurements = {name: [] for name in candidates}
+        for round_ in range(ROUNDS):
+            names = list(candidates) if round_ == 0 else finalists(rounds)
+            random.Random(round_).shuffle(names)
+            for name in names:
+                rounds[name].append(found := await self.measure(candidates[name]))
+                seconds, rate = found["seconds"], found["tokens_per_s"]
+                log.info("round %d, %s: %.2f s, %.0f tokens/s", round_ + 1, name, seconds, rate)
+                self.write(rounds=rounds)
+        if not agentic:
+            moves = [await self.measure_move(i) for i in range(MOVES)]
+            restarts = [await self.measure_restart() for _ in range(RESTARTS)]
+            self.write(rounds=rounds, moves=moves, restarts=restarts)
+
+    def candidates(self, agentic: bool) -> dict[str, Candidate]:
+        """By name; static ones as `static rollout:inference:training`."""
         nodes = sorted(self.home, key=lambda n: self.home[n] != "training")  # owners first
-        candidates: dict[str, tuple[Policy, dict[str, str]]] = {}
+        out = {}
         for rollout, inference in itertools.product(range(1, len(nodes) - 1), repeat=2):
             training = len(nodes) - rollout - inference
             if training >= 1:
                 roles = ["training"] * training + ["inference"] * inference + ["rollout"] * rollout
-                candidates[f"static {rollout}:{inference}:{training}"] = (
-                    Policy(name="static"),
-                    dict(zip(nodes, roles)),
-                )
-        candidates["colocated"] = (Policy(name="colocated"), dict.fromkeys(nodes, "rollout"))
+                name = f"{STATIC}{rollout}:{inference}:{training}"
+                out[name] = Candidate(Policy(name="static"), dict(zip(nodes, roles)))
         dynamic = msgspec.structs.replace(self.config.policy, name="threshold", lend_owners=True)
-        candidates["dynamic"] = (dynamic, start_roles(dynamic, self.home))
-        adaptive = msgspec.structs.replace(dynamic, name="adaptive")
-        candidates["adaptive"] = (adaptive, start_roles(adaptive, self.home))
-        results: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
-        await self.measure(*candidates["colocated"])  # warm: first forward passes, communicators
-        for round_ in range(ROUNDS):
-            names = list(candidates) if round_ == 0 else finalists(results)
-            random.Random(round_).shuffle(names)
-            for name in names:
-                results[name].append(await self.measure(*candidates[name]))
-                log.info(
-                    "round %d, %s: %.2f s, %.0f tokens/s",
-                    round_ + 1,
-                    name,
-                    results[name][-1]["seconds"],
-                    results[name][-1]["tokens_per_s"],
-                )
-                self.write({"rounds": results})
-        moves = [await self.measure_move(i) for i in range(MOVES)]
-        self.write({"rounds": results, "moves": moves})
-        restarts = [await self.measure_restart() for _ in range(RESTARTS)]
-        self.write({"rounds": results, "moves": moves, "restarts": restarts})
+        out["colocated"] = Candidate(Policy(name="colocated"))
+        out["dynamic"] = Candidate(dynamic)
+        out["adaptive"] = Candidate(msgspec.structs.replace(dynamic, name="adaptive"))
+        for name in ("dynamic", "adaptive") if agentic else ():
+            out[name + BY_ARRIVAL] = replace(out[name], order="arrival")
+        return out
 
-    def write(self, results: dict[str, Any]) -> None:
+    def write(self, **results: Any) -> None:
         """Replace the results file; a reader sees the old or the new one."""
         part = self.run_dir / "bench.json.part"
-        part.write_text(json.dumps({"nodes": len(self.home), **results}))
+        part.write_text(json.dumps({"nodes": len(self.home), "work": self.work, **results}))
         part.replace(self.run_dir / "bench.json")
 
-    async def measure(self, policy: Policy, roles: dict[str, str]) -> dict[str, float]:
-        """One iteration of the fixed work under `policy`, starting in `roles`."""
+    async def measure(self, candidate: Candidate) -> dict[str, float]:
+        """One iteration of the fixed work. `*_node_s`: node-seconds until the last gradient."""
+        policy, algorithm = candidate.policy, self.config.algorithm
+        self.monitor, self.router = self.learned[policy.name == "adaptive"]
+        self.config.rollout.order = candidate.order
+        prefilled, reused = await self.prefills()
         began = time.monotonic()
+        roles = candidate.roles or self.monitor.start_roles(
+            policy, self.home, self.offers, algorithm.prompts_per_step, algorithm.group_size, True
+        )
         await self.enter(roles, f"bench: {policy.name}")
         entered = time.monotonic()
         self.monitor.begin(1)
-        self.stage = run = self._new_iteration(
-            self.draw(1), temperature=self.config.algorithm.temperature, policy=policy
-        )
+        self.stage = run = self._new_iteration(self.draw(1), temperature=algorithm.temperature, policy=policy)
         await self.trainer.begin(1, "grpo")
-        groups = await run.accumulate(0)
+        node_seconds: dict[str, float] = defaultdict(float)
+        watching = asyncio.ensure_future(self.watch(run, node_seconds))
+        try:
+            groups = await run.accumulate(0)
+        finally:
+            watching.cancel()
         accumulated = time.monotonic()
         self.monitor.conclude()
         contributors = {g.node for g in groups}
@@ -110,18 +144,44 @@ class RolesBench(Job):
         self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=1)
         ended = time.monotonic()
-        tokens = sum(g.num_tokens for g in groups)
+        self.work = work_of(run)
+        after = await self.prefills()
+        prefilled, reused = after[0] - prefilled, after[1] - reused
         return {
             "seconds": ended - began,
-            "tokens_per_s": tokens / (ended - began),
-            "tokens": tokens,
+            "tokens_per_s": self.work["tokens"] / (ended - began),
             "enter_s": entered - began,
             "generate_s": run.tally.generated_at - entered,
-            "accumulate_s": accumulated - entered,
+            "finish_s": accumulated - run.tally.generated_at,
             "step_s": stepped - accumulated,
             "sync_s": ended - stepped,
             "moves": sum(outcome.committed for outcome in run.tally.switches),
+            "prefill_tokens": prefilled,
+            "prefill_saved": reused / max(prefilled + reused, 1),
+            "moving_node_s": node_seconds["moving"],
+            **{f"{role}_{what}_node_s": node_seconds[f"{role}_{what}"] for role in ROLES for what in ("busy", "idle")},
         }
+
+    async def prefills(self) -> tuple[int, int]:
+        """Prompt and answer tokens that all engines have prefilled, and that kept prefixes have saved, ever."""
+        devices = range(self.config.cluster.devices_per_node)
+        figures = await asyncio.gather(
+            *(self.fleet.worker(node, "rollout", device, "figures") for node in self.home for device in devices)
+        )
+        return sum(f["prefill_tokens"] for f in figures), sum(f["reused_tokens"] for f in figures)
+
+    async def watch(self, run: Iteration, node_seconds: dict[str, float]) -> None:
+        """Add up until cancelled what nodes do: `ROLE_busy`, `ROLE_idle` (none of its work is there), `moving`."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            at_work = {(node, "rollout") for node in run.ledger.running.values()}
+            at_work |= {(node, role) for role, replica in run._at.values() for node in replica.nodes}
+            for node, role in self.epochs.roles.items():
+                what = f"{role}_busy" if (node, role) in at_work else f"{role}_idle"
+                node_seconds["moving" if node in run._leaving else what] += now - last
+            last = now
 
     async def measure_move(self, number: int) -> dict[str, float]:
         """A node leaves rollout for training while it generates; phases in milliseconds."""
@@ -162,42 +222,19 @@ class RolesBench(Job):
         }
 
 
-def finalists(results: dict[str, list[dict[str, float]]]) -> list[str]:
-    """The candidates of the later rounds: the fastest static splits of the first, and all that are not static."""
-    static = sorted((n for n in results if n.startswith("static")), key=lambda n: results[n][0]["seconds"])
-    return static[:FINALISTS] + [n for n in results if not n.startswith("static")]
-
-
-def summary(results: dict[str, Any]) -> dict[str, Any]:
-    """Medians and ratios from what the job wrote."""
-    rate = {name: statistics.median(m["tokens_per_s"] for m in ms) for name, ms in results["rounds"].items()}
-    rounds = max(len(ms) for ms in results["rounds"].values())
-    finished = [name for name, ms in results["rounds"].items() if len(ms) == rounds]
-    static = {name: rate[name] for name in finished if name.startswith("static")}
-    best = max(static, key=static.get)
-    pauses = sorted(m["pause_without_drain_ms"] for m in results.get("moves", []))
-    phases = (
-        {p: statistics.median(m[p] for m in results["moves"]) for p in results["moves"][0]}
-        if results.get("moves")
-        else {}
-    )
-    restart = statistics.median(r["pause_ms"] for r in results["restarts"]) if results.get("restarts") else None
-    out = {
-        "schema": 1,
-        "bench": "roles",
-        "nodes": results["nodes"],
-        "tokens_per_s": rate,
-        "best_static": best,
-        "ratio_to_best_static": rate["dynamic"] / rate[best],
-        "ratio_to_colocated": rate["dynamic"] / rate["colocated"],
-        "adaptive_to_dynamic": rate["adaptive"] / rate["dynamic"] if "adaptive" in rate else None,
-        "ratio_to_best": rate["dynamic"] / max(rate[best], rate["colocated"]),
-        "move": phases,
+def work_of(run: Iteration) -> dict[str, float]:
+    """What an iteration had to do; the same for all candidates."""
+    lengths = [tokens for group in run.ledger.groups.values() for tokens in group.tokens.values()]
+    calls = Counter(run.tally.tool_calls)
+    return {
+        "answers": len(lengths),
+        "tokens": sum(lengths),
+        "median_tokens": statistics.median(lengths),
+        "longest_tokens": max(lengths),
+        "tool_calls": sum(number * count for number, count in calls.items()),
+        "most_tool_calls": max(calls),
+        "tool_tokens": run.num_masked_tokens,
     }
-    if pauses and restart:
-        out |= {"move_pause_without_drain_ms": statistics.median(pauses), "restart_pause_ms": restart,
-                "restart_to_move": restart / phases["pause_ms"]}
-    return out
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dynarl.errors import DynarlError, SlurmError
 
 POLL_S = 2.0
 VPS_PARTS = ("planning", "wire", "sync", "state", "weights")
+ROLES_JOBS = {"math": "bench-roles.yaml", "agentic": "bench-agentic.yaml"}
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -29,24 +30,31 @@ def command() -> None:
 
 @command.command(cls=output.Command)
 @click.option(
+    "--job",
+    type=click.Choice(tuple(ROLES_JOBS)),
+    default="math",
+    show_default=True,
+    help="The work: long answers; or agentic, answers in several turns with tool calls.",
+)
+@click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The work; default configs/jobs/bench-roles.yaml.",
+    help="Work of your own, in place of what --job names.",
 )
 @click.option("--cpu-quota", default=0.25, show_default=True, help="Cores that one simulated node gets.")
 @click.option("--site", is_flag=True, help="Use the Slurm that this shell speaks to, instead of starting one.")
 @click.option("--keep", is_flag=True, help="Keep the run directory and the Slurm that was started.")
 @output.format_option("table", "json")
-def roles(config: Path | None, cpu_quota: float, site: bool, keep: bool, output_format: str) -> None:
+def roles(job: str, config: Path | None, cpu_quota: float, site: bool, keep: bool, output_format: str) -> None:
     """Moving nodes against every static split and against colocated; and what one move costs.
 
-    Takes about ten minutes on two cores.
+    With agentic also: order of waiting requests by priority against by arrival. Takes up to half an hour on two cores.
     """
-    from dynarl.bench.roles import summary
+    from dynarl.bench.roles_summary import summary
     from dynarl.config import load
     from dynarl.slurm import jobscript
 
-    path = config or jobscript.SHARE / "configs" / "jobs" / "bench-roles.yaml"
+    path = config or jobscript.SHARE / "configs" / "jobs" / ROLES_JOBS[job]
     nodes = load.load(path).cluster.nodes
     results = msgspec.json.decode(_run_job("dynarl.bench.roles", path, nodes, cpu_quota, site, keep))
     figures = summary(results)
@@ -237,22 +245,31 @@ def _tail(path: Path) -> str:
 
 
 def _show_roles(figures: dict) -> None:
-    from rich.table import Table
-
-    console = output.console()
-    table = Table(title=f"Response tokens per second, {figures['nodes']} nodes (median)", title_justify="left")
-    table.add_column("nodes used as")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("against best static", justify="right")
-    best = figures["tokens_per_s"][figures["best_static"]]
-    for name, rate in sorted(figures["tokens_per_s"].items(), key=lambda item: -item[1]):
-        mark = " (rollout:inference:training)" if name == figures["best_static"] else ""
-        table.add_row(name + mark, f"{rate:,.0f}", f"{rate / best:.2f}", style="bold" if name == "dynamic" else None)
+    console, rates = output.console(), figures["tokens_per_s"]
+    best, breakdown = figures["best_static"], figures["breakdown"]
+    console.print(f"Medians on {figures['nodes']} nodes. Splits are rollout:inference:training.")
+    table = output.table("nodes used as", ">tokens/s", ">against best static", ">prefill saved")
+    for name, rate in sorted(rates.items(), key=lambda item: -item[1]):
+        saved = f"{breakdown[name]['prefill_saved']:.0%}" if name in breakdown else ""
+        table.add_row(name, f"{rate:,.0f}", f"{rate / rates[best]:.2f}", saved, style="bold" if name == best else None)
+    console.print(table)
+    for name, ratio in figures["priority_to_arrival"].items():
+        console.print(f"{name}: {ratio:.2f} times as fast by priority as by arrival.")
+    console.print("\nWhere the time goes: seconds; then, until the last gradient, node-seconds idle in a role or moving")
+    keys = "enter_s", "generate_s", "finish_s", "update_s"
+    idle = *(f"{role}_idle_node_s" for role in ("rollout", "inference", "training")), "moving_node_s"
+    table = output.table("", ">begin", ">generate", ">finish", ">update", ">rollout", ">inference", ">training", ">moving")
+    for name in (best, *figures["to_best_static"]):
+        row = breakdown[name] | {"update_s": breakdown[name]["step_s"] + breakdown[name]["sync_s"]}
+        table.add_row(name, *(f"{row[key]:.1f}" for key in (*keys, *idle)))
     console.print(table)
     if "move_pause_without_drain_ms" not in figures:
         return
     move = figures["move"]
-    phases = ", ".join(f"{name.removesuffix('_ms')} {move[name]:.0f}" for name in move if name.endswith("_ms") and "pause" not in name)
-    without_drain, restart = figures["move_pause_without_drain_ms"], figures["restart_pause_ms"]
-    console.print(f"A move pauses its node {move['pause_ms']:.0f} ms, {without_drain:.0f} ms without the drain ({phases} ms).")
-    console.print(f"The same by ending and starting the step: {restart:,.0f} ms, {figures['restart_to_move']:.0f} times as long.")
+    phases = ", ".join(
+        f"{name.removesuffix('_ms')} {move[name]:.0f}" for name in move if name.endswith("_ms") and "pause" not in name
+    )
+    pause, without_drain = move["pause_ms"], figures["move_pause_without_drain_ms"]
+    console.print(f"A move pauses its node {pause:.0f} ms, {without_drain:.0f} ms without the drain ({phases} ms).")
+    restart, ratio = figures["restart_pause_ms"], figures["restart_to_move"]
+    console.print(f"The same by ending and starting the step: {restart:,.0f} ms, {ratio:.0f} times as long.")
