@@ -2,7 +2,8 @@ r"""Small questions that need a tool: a product, a made-up fact, both in turn, o
 
     multiply   347 * 582 =                  <call>calculator 347*582</call><result>201954</result>\nanswer: 201954
     lookup     How high is Mount Keldar?    <call>search Keldar</call><result>Mount Keldar is 418 metres high....
-    chain      The height of Mount Keldar * 370 =      a search, then the calculator
+    chain      The height of Mount Keldar * 370 =      a search, then the calculator; with `calculations` above 1 more
+               of them, one call each: ... * 370 + 582 - 114 =
     digits     The sum of the digits of 347 ** 23 =    <call>python print(sum(map(int,str(347**23))))</call>...
 
 Demonstrations mix answers with calls and answers given at once, mostly the latter, so a warm-started model guesses;
@@ -12,6 +13,7 @@ that a call pays is what reinforcement learning finds out. The facts (corpus.txt
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import re
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ FACTS = (
     ("The tower of {} has 0 steps.", "How many steps has the tower of {}?", "The steps of {}"),
     ("The city of {} has 0 bridges.", "How many bridges has the city of {}?", "The bridges of {}"),
 )
+OPERATIONS = {"*": operator.mul, "+": operator.add, "-": operator.sub}
 PROGRAM = ("print(sum(map(int,str(", "**", "))))")
 ASK_DIGITS = "The sum of the digits of "
 
@@ -50,6 +53,8 @@ class ToolboxArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     kinds: str = " ".join(KINDS)
     tools: str = " ".join(TOOLS)  # those that are there; the questions stay the same
     digits: Annotated[int, Meta(ge=1, le=9)] = 3  # of a factor
+    calculations: Annotated[int, Meta(ge=1)] = 1  # of a chain at most; the first is a product, others add or subtract
+    tail: float = 1.0  # n calculations have probability proportional to n ** -tail; 0: all numbers alike
     called: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3  # share of demonstrations that call a tool ...
     called_first: Annotated[int, Meta(ge=0)] = 0  # ... after this many, which all do
     unconfined_python: bool = False  # run programs without a sandbox where the node permits none
@@ -168,9 +173,17 @@ class Toolbox(Task):
         search, held_out = ("search", fact.name), is_held_out(fact.name)
         if kind == "lookup":
             return Problem(fact.question, [search], str(fact.number), held_out)
-        factor = number()
-        calculation = ("calculator", f"{fact.number}*{factor}")
-        return Problem(f"{fact.phrase} * {factor} =", [search, calculation], str(fact.number * factor), held_out)
+        signs, numbers = ["*"], range(1, self.args.calculations + 1)
+        if len(numbers) > 1:
+            (count,) = rng.choices(numbers, [n**-self.args.tail for n in numbers])
+            signs += rng.choices("+-", k=count - 1)
+        value, phrase, calls = fact.number, fact.phrase, [search]
+        for sign in signs:
+            term = number()
+            calls.append(("calculator", f"{value}{sign}{term}"))
+            phrase += f" {sign} {term}"
+            value = OPERATIONS[sign](value, term)
+        return Problem(f"{phrase} =", calls, str(value), held_out)
 
     def _rng(self, stream: str, index: int) -> random.Random:
         return random.Random(f"{self.seed} {stream} {index}")  # a string is hashed with SHA-512: the same everywhere

@@ -30,6 +30,20 @@ def test_the_tools_lead_to_the_answer(kind):
         assert len(task.demonstration(index)[1]) == {"chain": 3}.get(kind, 2)
 
 
+def test_a_long_chain_is_computed_from_left_to_right_one_call_at_a_time():
+    """The product first: what follows it is in the order of arithmetic, so Python must agree on the whole."""
+    task, counts = Toolbox({"kinds": "chain", "calculations": 12, "called": 1.0}, 1), []
+    values = {fact.phrase: fact.number for fact in facts()}
+    for index in range(80):
+        text = answered(task, index)
+        question, turns = task.demonstration(index)
+        phrase, _, rest = question.removesuffix(" =").partition(" * ")
+        assert text.rpartition(MARKER)[2] == str(eval(f"{values[phrase]} * {rest}"))
+        counts.append(len(turns) - 2)
+        tokenizer.build(task.symbols()).encode(question + text)
+    assert (min(counts), max(counts)) == (1, 12) and sorted(counts)[len(counts) // 2] < 6
+
+
 def test_only_the_number_after_the_last_marker_counts_and_only_if_the_model_wrote_it():
     task = Toolbox({"kinds": "multiply"}, 3)
     a, b = task.question("eval", 0).removesuffix(" =").split(" * ")
