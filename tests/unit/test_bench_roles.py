@@ -1,9 +1,16 @@
-"""What `dynarl bench roles` makes of its measurements."""
+"""Candidates of `dynarl bench roles`, what it looks at, and what it makes of its measurements."""
+
+import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 
+from dynarl.bench.roles import LOOK_S, RolesBench
 from dynarl.bench.roles_summary import FINALISTS, finalists, summary
 from dynarl.cli.bench import _show_roles
+from dynarl.config.schema import Config, Policy
+from dynarl.controller.replicas import inside_nodes
 
 ROLE_KEYS = [f"{role}_{what}_node_s" for role in ("rollout", "inference", "training") for what in ("busy", "idle")]
 TIMES = ("enter_s", "generate_s", "finish_s", "step_s", "sync_s", "moving_node_s", *ROLE_KEYS)
@@ -72,3 +79,47 @@ def test_the_table_has_every_candidate_and_where_its_time_went(capsys):
     assert [line.split()[3:] for line in lines] == [["150", "1.50", "20%"], [*["1.5"] * 3, "3.0", *["1.5"] * 4]]
     assert "static 1:1:2" in text and "adaptive: 1.10 times as fast by priority as by arrival." in text
     assert "A move pauses its node 120 ms, 90 ms without the drain (drain 30, transfer 90 ms)." in text
+
+
+def bench(**attributes) -> RolesBench:
+    """Without a job around it."""
+    found = RolesBench.__new__(RolesBench)
+    vars(found).update(attributes)
+    return found
+
+
+@pytest.mark.parametrize("agentic", [False, True])
+def test_every_split_is_a_candidate_and_owners_keep_training(agentic):
+    home = {"n1": "rollout", "n2": "rollout", "n3": "inference", "n4": "training"}
+    found = bench(home=home, config=Config(policy=Policy(threshold=3))).candidates(agentic)
+    splits = {name: candidate for name, candidate in found.items() if name.startswith("static")}
+    assert set(splits) == {"static 1:1:2", "static 1:2:1", "static 2:1:1"}
+    for name, candidate in splits.items():
+        roles = list(candidate.roles.values())
+        assert name == f"static {roles.count('rollout')}:{roles.count('inference')}:{roles.count('training')}"
+        assert candidate.roles["n4"] == "training" and candidate.policy.name == "static"
+    by_arrival = ["dynamic by arrival", "adaptive by arrival"] if agentic else []
+    assert [name for name in found if name not in splits] == ["colocated", "dynamic", "adaptive", *by_arrival]
+    assert {found[name].order for name in by_arrival} <= {"arrival"}
+    assert all(found[name].policy == found[name.partition(" by")[0]].policy for name in by_arrival)
+    assert found["dynamic"].policy == Policy(name="threshold", threshold=3, lend_owners=True)
+
+
+def test_a_node_is_busy_when_it_has_work_of_its_role_and_counts_once():
+    roles = {"n1": "rollout", "n2": "rollout", "n3": "training", "n4": "training", "n5": "inference"}
+    (trainer,) = inside_nodes(["n3"], 1, 1)
+    run = SimpleNamespace(
+        ledger=SimpleNamespace(running={"1:0:0": "n1", "1:0:1": "n1", "1:0:2": "n4"}),
+        _at={1: ("training", trainer), 2: ("training", trainer)},
+        _leaving={"n5"},
+    )
+    seconds = defaultdict(float)
+
+    async def scenario():
+        watching = asyncio.ensure_future(bench(epochs=SimpleNamespace(roles=roles)).watch(run, seconds))
+        await asyncio.sleep(4.5 * LOOK_S)
+        watching.cancel()
+
+    asyncio.run(scenario())
+    assert set(seconds) == {"rollout_busy", "rollout_idle", "training_busy", "training_idle", "moving"}
+    assert len(set(seconds.values())) == 1 and seconds["moving"] >= LOOK_S

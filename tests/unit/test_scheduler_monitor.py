@@ -65,6 +65,12 @@ def busy_ledger() -> Ledger:
     return ledger
 
 
+def test_the_memory_of_a_node_counts_for_those_that_it_may_queue_too(clock):
+    learning = Monitor(Config(rollout=Rollout(max_running=8, max_queued=24)), clock=clock)
+    steps(learning, clock, "n1", 8, 0.05, count=1)
+    assert learning.kv_tokens() == 40_000
+
+
 def test_step_times_come_from_tokens_between_figures(clock):
     learning = monitor(clock)
     for running, step_s in ((1, 0.025), (8, 0.05), (1, 0.025), (8, 0.05)):
