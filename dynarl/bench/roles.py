@@ -131,14 +131,13 @@ class RolesBench(Job):
         node_seconds: dict[str, float] = defaultdict(float)
         watching = asyncio.ensure_future(self.watch(run, node_seconds))
         try:
-            groups = await run.accumulate(0)
+            await run.accumulate(0)
         finally:
             watching.cancel()
         accumulated = time.monotonic()
         self.monitor.conclude()
-        contributors = {g.node for g in groups}
-        await run.train_on({*self.trainer.owner_nodes, *contributors})
-        await self.trainer.step(contributors, run.counted_tokens(groups), 0.0)
+        groups = await run.awake(0, self.trainer.owner_nodes)
+        await self.trainer.step({g.node for g in groups}, run.counted_tokens(groups), 0.0)
         stepped = time.monotonic()
         await self.staging.everywhere()
         self.stage = None

@@ -123,22 +123,38 @@ class Iteration:
 
     async def accumulate(self, index: int) -> list[Group]:
         """Until the gradients of a minibatch are in the trainers' buffers. Returns its groups."""
-        size = len(self.ledger.groups) // self._config.algorithm.minibatches
-
-        def reached() -> bool:
-            batch = self.batch(index)
-            return len(batch) == size and all(g.state in ("accumulated", "trained") for g in batch)
-
-        await self._until(reached, lambda: self.batch(index))
+        await self._until(lambda: self._is_accumulated(index), lambda: self.batch(index))
         return self.batch(index)
 
-    async def _until(self, reached: Callable[[], bool], batch: Callable[[], list[Group]]) -> None:
+    async def awake(self, index: int, owners: Iterable[str]) -> list[Group]:
+        """Until those that a step on this minibatch needs are in the training role: `owners`, and whoever holds
+        gradients. What dies with a worker meanwhile is accumulated again. Returns the groups."""
+
+        def asleep() -> dict[str, str]:
+            if not self._is_accumulated(index):
+                return {}
+            needed = {*owners, *(group.node for group in self.batch(index))}
+            return {node: "training" for node in sorted(needed) if self._epochs.roles[node] != "training"}
+
+        await self._until(
+            lambda: self._is_accumulated(index) and not asleep(), lambda: self.batch(index), asleep)
+        return self.batch(index)
+
+    def _is_accumulated(self, index: int) -> bool:
+        batch, size = self.batch(index), len(self.ledger.groups) // self._config.algorithm.minibatches
+        return len(batch) == size and all(g.state in ("accumulated", "trained") for g in batch)
+
+    async def _until(self, reached: Callable[[], bool], batch: Callable[[], list[Group]],
+                     needed: Callable[[], dict[str, str]] = lambda: {}) -> None:
+        """Hand out and move nodes until `reached`. needed: moves that it takes, whatever the policy wants."""
         try:
             while not (reached() and self._change is None):
                 if self._error is not None:
                     raise self._error
                 to_train = batch()
                 self._hand_out(to_train)
+                if (moves := needed()) and self._change is None and self._is_possible(moves):
+                    self._begin(moves)
                 self._consider(to_train)
                 self._changed.clear()
                 try:
@@ -359,8 +375,16 @@ class Iteration:
         # A role without living workers on that node is no destination.
         moves = {node: role for node, role in moves.items() if (node, role) not in self._down}
         if moves:
-            self._leaving |= set(moves)
-            self._change = asyncio.ensure_future(self._move(moves))
+            self._begin(moves)
+
+    def _begin(self, moves: dict[str, str]) -> None:
+        self._leaving |= set(moves)
+        self._change = asyncio.ensure_future(self._move(moves))
+
+    def _is_possible(self, moves: dict[str, str]) -> bool:
+        """Whether the workers live, and somebody goes on generating while there is something to generate."""
+        generating = any(role == "rollout" and node not in moves for node, role in self._epochs.roles.items())
+        return self._down.isdisjoint(moves.items()) and (generating or not self._num_to_generate())
 
     def view(self, to_train: list[Group]) -> View:
         count = lambda *states: len(self.ledger.in_state(*states))  # noqa: E731
@@ -403,12 +427,6 @@ class Iteration:
             self._last_change = time.monotonic()
             self._change = None
             self._wake()
-
-    async def train_on(self, nodes: Iterable[str]) -> None:
-        """Bring these nodes into the training role: whoever holds gradients has to be awake when the optimizer steps."""
-        if moves := {node: "training" for node in nodes if self._epochs.roles[node] != "training"}:
-            self._leaving |= set(moves)
-            await self._move(moves)
 
     def _num_to_generate(self) -> int:
         """Requests that need a rollout node. One that a node has finished while it left is not among them, though its

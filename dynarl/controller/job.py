@@ -251,9 +251,10 @@ class Job:
         stepped = []
         for index in range(algorithm.minibatches):
             await self.trainer.begin(self.progress.step + 1, "grpo", away)
-            batch = await run.accumulate(index)
+            await run.accumulate(index)
             if index + 1 == algorithm.minibatches:
                 self.monitor.conclude()
+            batch = await run.awake(index, self.trainer.owner_nodes)
             stepped.append(await self._step(number, run, batch))
             if index + 1 < algorithm.minibatches:
                 # Inference still scores with the weights that generated.
@@ -281,10 +282,14 @@ class Job:
 
     async def _step(self, number: int, run: Iteration, batch: list[Group]) -> dict[str, float]:
         contributors = {group.node for group in batch}
-        await run.train_on({*self.trainer.owner_nodes, *contributors})
         tokens = run.counted_tokens(batch)
         began = time.monotonic()
         async with self.critical:
+            try:
+                # Before the step: from here on a borrowed worker that dies takes nothing back that was summed.
+                samples = run.ledger.trained(batch)
+            except ValueError as error:  # it died while this waited for its turn
+                raise wire.CallError(str(error)) from None
             lr = warmed_up_lr(self.config.training.lr, self.progress.step, self.config.training.lr_warmup_steps)
             if tokens:
                 stepped = await self.trainer.step(contributors, tokens, lr)
@@ -292,7 +297,6 @@ class Job:
                 log.warning("iteration %d: no token counts (all answers are masked); the weights stay", number)
                 stepped = {"grad_norm": 0.0, "lr": lr}
             self.progress.step += 1
-            samples = run.ledger.trained(batch)
             stats = run.stats()
             self.journal.append(
                 "step_committed",

@@ -270,3 +270,40 @@ def test_a_model_directory_that_was_left_half_written_is_written_again(tmp_path,
     asyncio.run(initial_model.write(starting))
     assert sorted(p.name for p in starting.model_dir.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert not (tmp_path / "run" / "model.part").exists()
+
+
+# --- a step
+
+
+@pytest.mark.parametrize("dies", ["before the step", "while owners step"])
+def test_a_borrowed_worker_that_dies_beside_a_step_costs_no_sample(dies, tmp_path):
+    """Before, its gradients are not in the step; meanwhile, they are."""
+
+    def lose(node="n4", args=None):
+        run.worker_lost("n4", "training")
+        return {"grad_norm": 1.0, "lr": 0.1}
+
+    async def scenario():
+        nonlocal run
+        started = job(tmp_path, Config(), Fleet(**{"training.step": lose}))
+        started.epochs = SimpleNamespace(roles=dict.fromkeys(NODES, "training"))
+        started._rewind(None)
+        started.trainer._joined = started.trainer.everyone
+        run = Iteration(started.config, started.fleet, started.epochs, Weights(1, ""), started.may, set(), ["1:0:0"],
+                        scored_by_inference=False)
+        run.ledger.dispatch("n3", ["1:0:0"])
+        run.event_finished("n3", sample="1:0:0", reward=1.0, correct=True, timed_out=False, tokens=3, prompt_tokens=2,
+                           finish="stop", version=1)
+        (group,) = run.ledger.groups.values()
+        run.ledger.accumulated(run.ledger.lease(group, "n4"))
+        if dies == "before the step":
+            lose()
+        await started._step(1, run, [group])
+        return started.journal.of("step_committed")
+
+    run = None
+    if dies == "before the step":
+        with pytest.raises(CallError, match="its gradient is not in this step"):  # from the newest checkpoint again
+            asyncio.run(scenario())
+    else:
+        assert [record["samples"] for record in asyncio.run(scenario())] == [["1:0:0"]]

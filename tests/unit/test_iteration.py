@@ -62,11 +62,12 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         if reaped:
             cluster.spawn(cluster.reap(may))
         for index in range(minibatches):
-            batch = await iteration.accumulate(index)
+            await iteration.accumulate(index)
+            owners = {n for n, role in home.items() if role == "training"}
+            batch = await iteration.awake(index, owners)
             cluster.batches.append([group.name for group in batch])
-            needed = {n for n, role in home.items() if role == "training"} | {group.node for group in batch}
-            await iteration.train_on(needed)  # or what they hold would be out of reach when the optimizer steps
-            assert chaos_share or all(cluster.agents[n].active == "training" for n in needed)
+            needed = owners | {group.node for group in batch}  # else what they hold would be out of the step's reach
+            assert all(cluster.agents[n].active == "training" for n in needed)
             total = Counter()
             for node in {group.node for group in batch}:
                 total += cluster.agents[node].buffer
@@ -151,6 +152,13 @@ def test_a_minibatch_of_fixed_membership_has_its_prompts_in_order(policy, miniba
 def test_a_minibatch_by_completion_has_the_first_complete_groups_once_each(policy, minibatches, tmp_path):
     cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches, membership="completion")
     assert [name for batch in cluster.batches for name in batch] == [group.name for group in cluster.iteration._completed]
+
+
+def test_a_step_waits_for_an_owner_that_alone_still_generates(tmp_path):
+    """The others have left rollout and hold the gradients of the third minibatch; it lasts until the fourth is made."""
+    policy = Policy(threshold=8, dwell_s=0.0, lend_owners=True)
+    for seed in range(8):
+        run(homes(2, 0, 1), policy, seed, tmp_path, minibatches=4, membership="completion", max_running=24, longest=60)
 
 
 def test_minibatches_by_completion_lean_towards_short_answers(tmp_path):
