@@ -27,12 +27,12 @@ class ToolSeat(Seat):
     async def answer(self, turn: bytes, session: bytes) -> dict[str, bytes] | None:
         """{output, session}, or None when there is no answer in time or the process dies of it."""
         async with self._turn:
-            await self._be_ready()
             try:
+                await self._be_ready()
                 return await self._call("call_tool", timeout_s=self._timeout_s, turn=turn, session=session)
             except TimeoutError:
                 log.warning("a tool was ended: no answer within %g s", self._timeout_s)
-                await self._replace()
+                await self._end()
             except CallError as error:
                 log.warning("a tool call failed: %s", error)
             return None

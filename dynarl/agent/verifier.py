@@ -8,6 +8,7 @@ counted, and a fresh process takes the next question.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import Any, Awaitable, Callable
@@ -59,12 +60,21 @@ class Seat:
             await self._replace()
 
     async def _replace(self) -> None:
+        """Raises CallError when the new process does not come up; it is tried again before the next question."""
         self._gone = False  # before the restart: the new process may die as well
         try:
             await self._restart()
+        except RuntimeError as error:
+            self._gone = True
+            raise CallError(f"no new process: {error}") from None
         except BaseException:
             self._gone = True
             raise
+
+    async def _end(self) -> None:
+        """Replace a process that hangs."""
+        with contextlib.suppress(CallError):
+            await self._replace()
 
 
 class Verifier(Seat):
@@ -89,13 +99,13 @@ class Verifier(Seat):
         """The verdict on one answer; reward 0 when the verifier comes to none in time, fails, or dies of it twice."""
         async with self._turn:
             for _ in range(ATTEMPTS):
-                await self._be_ready()
                 try:
+                    await self._be_ready()
                     answer = await self._call(
                         "score", timeout_s=self._timeout_s, sample=sample, split=split, index=index, response=response)
                     return Verdict(float(answer["reward"]), bool(answer["correct"]))
                 except TimeoutError:
-                    await self._replace()
+                    await self._end()
                     return NO_VERDICT
                 except CallError as error:
                     log.warning("no verdict on %s: %s", sample, error)

@@ -12,6 +12,7 @@ from troubled_task import DIES, DIES_ONCE, GOOD, HANGS, RAISES
 
 from dynarl import wire
 from dynarl.agent.supervisor import Supervisor
+from dynarl.agent.tools import ToolSeat
 from dynarl.agent.verifier import NO_VERDICT, Verdict, Verifier
 from dynarl.rpc import Link
 
@@ -168,16 +169,40 @@ def test_prompts_are_asked_for_once():
         {"split": "train", "indices": [1]}]
 
 
-def test_a_restart_that_fails_is_tried_again_at_the_next_question():
-    restarts = [RuntimeError("ended before it was ready"), None]
+@pytest.mark.parametrize("fails, verdict", [(1, RIGHT), (2, NO_VERDICT)])
+def test_a_restart_that_fails_is_tried_again_and_every_answer_gets_a_verdict(fails, verdict):
+    restarts = [RuntimeError("ended before it was ready")] * fails + [None]
     verifier, calls = scripted({"score": {"reward": 1, "correct": True}}, restarts)
 
     async def scenario():
         verifier.process_died()
-        with pytest.raises(RuntimeError, match="before it was ready"):
-            await verifier.score("1:0:0", "train", 0, b"")
-        assert calls == []
-        assert await verifier.score("1:0:0", "train", 0, b"") == RIGHT
+        assert await verifier.score("1:0:0", "train", 0, b"") == verdict
+        assert await verifier.score("1:0:1", "train", 0, b"") == RIGHT
         assert restarts == []
 
     asyncio.run(scenario())
+
+
+def test_after_an_answer_at_which_it_hangs_a_restart_that_fails_is_tried_again():
+    def hang(**_):
+        answers["score"] = {"reward": 1, "correct": True}
+        raise TimeoutError
+
+    answers, restarts = {"score": hang}, [RuntimeError("ended before it was ready"), None]
+    verifier, _ = scripted(answers, restarts)
+
+    async def scenario():
+        assert await verifier.score("1:0:0", "train", 0, b"") == NO_VERDICT
+        assert await verifier.score("1:0:1", "train", 0, b"") == RIGHT
+        assert restarts == []
+
+    asyncio.run(scenario())
+
+
+def test_a_tool_whose_process_does_not_come_up_gives_no_answer():
+    async def restart():
+        raise RuntimeError("ended before it was ready")
+
+    seat = ToolSeat(None, restart, 1.0)
+    seat.process_died()
+    assert asyncio.run(seat.answer(b"", b"")) is None
