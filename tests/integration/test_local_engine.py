@@ -157,6 +157,16 @@ def test_abort_returns_running_and_waiting_requests_once(models):
     run(engine, [request(0)])
 
 
+def test_abort_also_returns_a_request_that_was_submitted_at_its_end(models):
+    """Else the engine would be busy, and could not sleep, after it was told to give up everything."""
+    engine = LocalEngine(models[0], 7)
+    came = {"response": wire.pack_ids([4, 4]), "logprobs": wire.pack_floats([-1.0, -2.0])}
+    engine.submit([request(0, 2, **came), request(1, 2, **came)])
+    assert [(output.sample, output.finish) for output in engine.abort(["0:0:0"])] == [("0:0:0", "length")]
+    assert [(output.sample, output.finish) for output in engine.abort()] == [("0:1:0", "length")]
+    engine.sleep()
+
+
 def test_members_of_a_group_share_one_prefill(models):
     engine = LocalEngine(models[0], 0)
     seen = []

@@ -115,7 +115,7 @@ class Engine(ABC):
     def abort(self, samples: list[str] | None = None) -> list[Output]:
         """Take requests out (None: all). Samples that are not here are ignored.
 
-        An engine that runs by itself may have finished one meanwhile: that one is returned with "stop" or "length".
+        One that has ended meanwhile, or was submitted at its end, is returned with "stop" or "length".
         """
 
     def parts(self) -> list[Part]:
@@ -141,6 +141,12 @@ class Engine(ABC):
 
     def close(self) -> None:
         """End what belongs to the engine."""
+
+
+def split_done(done: list[Output], wanted: set[str] | None) -> tuple[list[Output], list[Output]]:
+    """(those of these samples, the others); None: all are wanted."""
+    out = [output for output in done if wanted is None or output.sample in wanted]
+    return out, [output for output in done if output not in out]
 
 
 def thinned(lengths: list[int], most: int = 64) -> list[int]:

@@ -19,7 +19,7 @@ from dynarl import wire
 from dynarl.dataflow.priority import Desk, Ticket
 from dynarl.roles.rollout.decoder import Decoder, read_config
 from dynarl.roles.rollout.engine import ABORT, LENGTH, STOP, Engine, Figures, Output, Part, Request
-from dynarl.roles.rollout.engine import check_request, stream_key, thinned
+from dynarl.roles.rollout.engine import check_request, split_done, stream_key, thinned
 from dynarl.roles.rollout.kv_cache import Kept, KVCache
 from dynarl.roles.rollout.sampling import sample_tokens, uniforms
 
@@ -144,7 +144,7 @@ class LocalEngine(Engine):
     @torch.inference_mode()
     def abort(self, samples: list[str] | None = None) -> list[Output]:
         wanted = None if samples is None else set(samples)
-        out = []
+        out, self._done = split_done(self._done, wanted)
         for row in range(len(self._rows) - 1, -1, -1):
             if wanted is None or self._rows[row].request.sample in wanted:
                 out.append(self._remove(row).output(ABORT, self.version))

@@ -25,7 +25,7 @@ from typing import Any
 
 from dynarl import wire
 from dynarl.dataflow.priority import Desk, Ticket
-from dynarl.roles.rollout.engine import ABORT, LENGTH, Engine, Figures, Output, Request, check_request, stream_key
+from dynarl.roles.rollout.engine import ABORT, LENGTH, Engine, Figures, Output, Request, check_request, split_done, stream_key
 from dynarl.roles.rollout.sglang_process import SGLangProcess
 
 # How long `step` waits for an answer: calls to the worker wait as long, an idle wait costs 100 wake-ups per second.
@@ -128,13 +128,11 @@ class SGLangEngine(Engine):
 
         out = [pending.output(ABORT, self.version) for pending in self._waiting if is_wanted(pending)]
         self._waiting = [pending for pending in self._waiting if not is_wanted(pending)]
-        names = {pending.request.sample for pending in self._flying.values() if is_wanted(pending)}
         landed = self._land([rid for rid, pending in self._flying.items() if is_wanted(pending)])
         out += [pending.output(ABORT, self.version) for pending in landed]
         # Finished before the abort reached them.
-        out += [output for output in self._done if output.sample in names]
-        self._done = [output for output in self._done if output.sample not in names]
-        return out
+        ended, self._done = split_done(self._done, wanted)
+        return out + ended
 
     def figures(self) -> Figures:
         (load,) = self._server.call("GET", "/v1/loads")["loads"]
