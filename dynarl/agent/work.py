@@ -177,11 +177,10 @@ class Work:
         for request in requests:
             sample, prompt = request["sample"], prompts[wire.prompt_of(request["sample"])]
             name = self._homes[sample] = places[sample]
-            if so_far := partial.get(sample):
-                self.store.put(so_far)  # what is sampled from here on is added to it
+            answer = partial.get(sample) or Trajectory(sample, prompt, b"", b"")
+            self.store.begin(answer)
             entry = self.requests[sample] = {
-                "worker": name, "split": split, "prompt": prompt, "at_tool": False,
-                "answer": so_far or Trajectory(sample, prompt, b"", b""),
+                "worker": name, "split": split, "prompt": prompt, "at_tool": False, "answer": answer,
                 "max_response_tokens": max_response_tokens, "temperature": temperature, "seed": seed,
                 "order": order}
             if self.turns and self.turns.may_call(entry):

@@ -38,9 +38,17 @@ class Store:
         if held is None or _stage(trajectory) > _stage(held):
             self._samples[trajectory.sample] = trajectory
 
+    def begin(self, trajectory: Trajectory) -> None:
+        """An engine goes on from here: parts that it adds must not meet those of another attempt at the sample."""
+        held = self._samples.get(trajectory.sample)
+        if held is not None and held.finish == "abort":
+            del self._samples[trajectory.sample]
+        if trajectory.response:
+            self.put(trajectory)
+
     def extend(self, sample: str, prompt: bytes, start: int, response: bytes, logprobs: bytes, version: int) -> None:
         """Tokens of an unfinished answer from its `start`-th on. Dropped where some before them are not here."""
-        held = self._samples.get(sample) or Trajectory(sample, prompt, b"", b"")
+        held = (start and self._samples.get(sample)) or Trajectory(sample, prompt, b"", b"")
         if held.num_response_tokens >= start:
             tokens, given = held.response[: 4 * start], held.rollout_logprobs[: 4 * start]
             self.put(held.sampled(tokens + response, given + logprobs, "abort", version))

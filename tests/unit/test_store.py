@@ -78,6 +78,19 @@ def test_a_part_after_a_gap_is_dropped_and_one_that_overlaps_counts_once():
     assert store.get([S])[0].num_response_tokens == 5
 
 
+def test_parts_of_a_new_attempt_do_not_mix_with_those_of_the_one_before():
+    store = Store()
+    store.put(answer(5))
+    store.begin(Trajectory(S, pack_ids([1, 2]), b"", b""))  # it starts again, and comes to other tokens
+    assert not store.has_part(S)
+    for start in (0, 4):
+        store.extend(**part(start, 4) | {"response": pack_ids(range(100 + start, 104 + start))})
+    assert store.get([S])[0].response == pack_ids(range(100, 108))
+    store.put(answer(9, "stop"))
+    store.begin(answer(3))
+    assert store.get([S])[0].finish == "stop"  # what was reported of it stays
+
+
 def test_a_part_that_comes_late_does_not_touch_the_whole_answer():
     store = Store()
     store.put(answer(5, "stop"))
