@@ -38,6 +38,8 @@ def apply(graph: Graph, record: Record) -> None:
         handler(graph, record)
     except KeyError as error:
         _fault(graph, f"{record['type']} has no field {error}")
+    except (TypeError, ValueError, AttributeError) as error:  # written by another version
+        _fault(graph, f"{record['type']} is not as it should be: {error}")
 
 
 def _fault(graph: Graph, text: str) -> None:

@@ -7,6 +7,7 @@ under the policies without a forecast, is an entry of its own and has the reason
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,7 +110,8 @@ def entries(records: Iterable[Record]) -> list[Entry]:
     story = _Story()
     for record in records:
         if handler := getattr(story, f"on_{record['type']}", None):
-            handler(record)
+            with contextlib.suppress(KeyError):  # a record of another version; `dynarl status` names what it lacks
+                handler(record)
     return story.entries
 
 

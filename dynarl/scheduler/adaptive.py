@@ -131,12 +131,16 @@ def _call_back(situation: Situation, pool: Pool) -> Decision:
     for giver in (None, *situation.queues):
         if pool.able[giver, situation.generator]:
             moves = pool.pick({(giver, situation.generator): 1})
-            return Decision(moves, f"{situation.live} requests live and nobody generates: one node returns at once.")
-    # Gradients can be computed again, answers cannot be waited for.
-    able = sorted(node for node, may in situation.may.items() if situation.generator in may and node in situation.roles)
-    return Decision(
-        dict.fromkeys(able[:1], situation.generator), f"{situation.live} requests live and nobody generates."
-    )
+            break
+    else:
+        # Gradients can be computed again, answers cannot be waited for.
+        able = sorted(n for n, may in situation.may.items() if situation.generator in may and n in situation.roles)
+        moves = dict.fromkeys(able[:1], situation.generator)
+    reason = f"{situation.live} requests live and nobody generates"
+    if not moves:
+        return Decision({}, f"Stay: {reason}, and nobody may.")
+    ways = Candidate({}, math.inf, 0.0, 0.0), Candidate(moves, math.inf, 0.0, 0.0)  # no forecast was made
+    return Decision(moves, f"{reason}: one node returns at once.", ways, 1, math.inf)
 
 
 def _problem(situation: Situation, pool: Pool, made: Generation, costs: Costs) -> Problem:

@@ -51,6 +51,11 @@ def story(synthetic):
     return synthetic
 
 
+def test_a_record_that_lacks_a_field_is_left_out():
+    whole = [entry.what for entry in told(*MOVE)]
+    assert [entry.what for entry in told(("worker_died", {"node": "a"}), ("epoch_committed", {}), *MOVE)] == whole
+
+
 def invoke(*args):
     return CliRunner().invoke(command, args)
 

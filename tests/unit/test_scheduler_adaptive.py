@@ -1,5 +1,6 @@
 """The rules of the adaptive policy, one by one, on situations and on whole iterations on paper (a simulated clock)."""
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -207,8 +208,11 @@ def test_nothing_moves_within_the_dwell_time():
 
 def test_requests_that_a_fault_left_with_nobody_call_one_node_back_at_once():
     situation = seen(0, 2, 3, live=0, waiting=4, lengths=[50] * 4, live_members={4: 1}, to_train=9)
-    moves = ask(situation, since_move_s=0.0).moves
+    decision = ask(situation, since_move_s=0.0)
+    moves = decision.moves
     assert list(moves.values()) == ["rollout"] and situation.roles[next(iter(moves))] == "inference"
+    # What goes on record: what was taken, and that nothing was forecast that an outcome could be compared with.
+    assert decision.candidates[decision.chosen].moves == moves and math.isinf(decision.finish_s)
 
 
 def test_nodes_go_only_where_they_may():
