@@ -103,7 +103,7 @@ class Controller:
         state, reason, code = "failed", "", 1
         try:
             for restep in range(MAX_RESTEPS + 1):
-                lost = await self._one_step(assign_homes(self.config, nodes), restep)
+                lost = await self._one_step(assign_homes(self.config, nodes))
                 if lost is None:
                     state, code = "completed", 0
                     break
@@ -136,9 +136,8 @@ class Controller:
             time.sleep(60)
         return code
 
-    async def _one_step(self, home: dict[str, str], restep: int) -> StepLost | None:
+    async def _one_step(self, home: dict[str, str]) -> StepLost | None:
         """Run the job in one step. None: completed. Else why another step has to be started."""
-        first_epoch = 1000 * (self.attempt - 1) + 100 * restep
         job = self.job_class(
             self.config,
             self.run_dir,
@@ -148,7 +147,7 @@ class Controller:
             self.journal,
             self.writer,
             self.resume_from,
-            first_epoch,
+            self.journal.graph.last_number,
         )
         try:
             await self._race(job.set_up(), job, starting=True)
@@ -174,14 +173,15 @@ class Controller:
     async def _race(self, work, job: Job, starting: bool = False) -> None:
         """Run `work` until it is done or something interrupts it. What wins raises its reason."""
         body = asyncio.create_task(work)
-        watchers = [asyncio.create_task(w) for w in (job.fault(), self._cancel_asked(), self._limit_near())]
+        reasons = [job.fault(), self._cancel_asked(), self._limit_near(), job.fleet.lost()]
         if not starting:
-            watchers += [asyncio.create_task(job.fleet.lost()), asyncio.create_task(job.silence())]
+            reasons.append(job.silence())
+        watchers = [asyncio.create_task(reason) for reason in reasons]
         try:
             await asyncio.wait([body, *watchers], return_when=asyncio.FIRST_COMPLETED)
             winner = next((w for w in watchers if w.done()), body)
             # Errors that follow from a lost step (calls without an answer) are not the reason; the end of the step is.
-            if winner is body and body.exception() is not None and not starting:
+            if winner is body and body.exception() is not None:
                 await asyncio.wait(watchers, timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
                 winner = next((w for w in watchers if w.done()), body)
             if winner is not body:

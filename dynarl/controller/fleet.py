@@ -122,7 +122,7 @@ class Fleet:
         self._hello = asyncio.Event()
         self._srun: asyncio.subprocess.Process | None = None
         self.ended: asyncio.Task[int] | None = None
-        self.stopping = False
+        self.is_up = False  # all agents of the step were there, and nobody told them to stop
         self._heartbeat = asyncio.create_task(self._beat())
 
     # --- the step
@@ -132,7 +132,7 @@ class Fleet:
         self.agents.clear()
         self._unanswered.clear()
         self._hello.clear()
-        self.stopping = False
+        self.is_up = False
         argv = command_line(step_spec(self._config, nodes, self.address, self._run, self._attempt))
         log.info("starting the step: %s", " ".join(argv))
         # scancel ends this process first. An srun that then hangs in its own way out would be nobody's child, and a Slurm
@@ -147,6 +147,7 @@ class Fleet:
         hello = asyncio.create_task(self._all_here(set(nodes)))
         await asyncio.wait({hello, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if hello.done():
+            self.is_up = True
             return argv
         hello.cancel()
         absent = sorted(set(nodes) - set(self.agents))
@@ -173,7 +174,7 @@ class Fleet:
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the step in good order; kill it when it does not end."""
-        self.stopping = True
+        self.is_up = False
         if self._srun is None or self.ended.done():
             return
         await asyncio.gather(
@@ -211,22 +212,19 @@ class Fleet:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def lost(self) -> None:
-        """Raises StepLost when the step ends unasked or an agent falls silent."""
+        """Raises StepLost when the step, once it is up, ends unasked or an agent falls silent."""
         while True:
-            await asyncio.wait({self.ended}, timeout=HEARTBEAT_S)
-            if self.stopping:
-                await asyncio.sleep(HEARTBEAT_S)
-            elif self.ended.done():
+            if self.is_up:
+                await asyncio.wait({self.ended}, timeout=HEARTBEAT_S)
+            if not self.is_up:
+                await asyncio.sleep(HEARTBEAT_S / 4)
+                continue
+            if self.ended.done():
                 raise StepLost(f"the step ended with status {self.ended.result()}")
-            else:
-                # Counted, not timed: if this process itself stands still for a while, it has not asked either.
-                silent = frozenset(
-                    node for node, count in self._unanswered.items() if count * HEARTBEAT_S > AGENT_SILENCE_S
-                )
-                if silent:
-                    raise StepLost(
-                        f"no sign of life from {', '.join(sorted(silent))} for {AGENT_SILENCE_S:g} s", silent
-                    )
+            # Counted, not timed: if this process itself stands still for a while, it has not asked either.
+            silent = frozenset(n for n, count in self._unanswered.items() if count * HEARTBEAT_S > AGENT_SILENCE_S)
+            if silent:
+                raise StepLost(f"no sign of life from {', '.join(sorted(silent))} for {AGENT_SILENCE_S:g} s", silent)
 
     # --- calls
 

@@ -63,7 +63,7 @@ class Progress:
 
 
 class Job:
-    """The job in one step. `home`: {node: home role}."""
+    """The job in one step. `home`: {node: home role}; first_epoch: epochs and decisions have higher numbers."""
 
     def __init__(self, config: Config, run: Path, attempt: int, home: dict[str, str], fleet: Fleet, journal: Journal,
                  writer: MetricsWriter, resume_from: Path | None, first_epoch: int = 0):

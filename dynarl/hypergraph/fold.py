@@ -161,6 +161,7 @@ def _moves(r: Record) -> list[Move]:
 
 def _epoch_proposed(graph: Graph, r: Record) -> None:
     graph.epochs.append(Epoch(r["epoch"], _moves(r), r["t"], iteration=graph.iteration, reason=r.get("reason")))
+    graph.last_number = max(graph.last_number, r["epoch"])
 
 
 def _settle(graph: Graph, r: Record, state: str) -> Epoch:
@@ -276,6 +277,7 @@ def _weights_staged(graph: Graph, r: Record) -> None:
 def _decision(graph: Graph, r: Record) -> None:
     # Only the last one: a long run makes very many, and `dynarl explain` reads them from the journal.
     graph.decision = {"number": r["number"], "iteration": r["iteration"], "t": r["t"], "seen": r.get("seen") or {}}
+    graph.last_number = max(graph.last_number, r["number"])
 
 
 # The trainer's layout

@@ -87,7 +87,8 @@ class Graph:
     of each node whose agent is up; ready: the step has loaded its models; ready_t: when the first step had; spans: for
     each node the (time, role) of every change, role None while it has none; staged: newest version of the weights on
     each node; in_transit: the version that is on its way to them; next_layout: that the trainer is changing to;
-    decision: the last one of the scheduler; faults: rules found broken by the records.
+    decision: the last one of the scheduler; last_number: the highest that an epoch or a decision had, from which later
+    starts of the controller count on; faults: rules found broken by the records.
     """
 
     version: int = 0
@@ -125,6 +126,7 @@ class Graph:
     in_transit: int | None = None
     next_layout: str | None = None
     decision: dict[str, Any] | None = None
+    last_number: int = 0
 
     faults: list[str] = field(default_factory=list)
     unknown_events: Counter[str] = field(default_factory=Counter)

@@ -10,7 +10,7 @@ from dynarl.hypergraph.edges import edges as edges_of
 from dynarl.hypergraph.edges import vertices
 from dynarl.hypergraph.fold import fold
 from dynarl.hypergraph.graph import Graph
-from dynarl.hypergraph.journal import read
+from dynarl.hypergraph.journal import Journal, read
 from dynarl.hypergraph.samples import SampleCount, Tally
 
 
@@ -296,6 +296,22 @@ def test_a_start_without_a_checkpoint_begins_at_nothing(synthetic):
     assert graph.samples.tally() == Tally(32, 0, 0)
     assert [e["accuracy"] for e in graph.evaluations] == [0.3]
     assert check(graph) == []
+
+
+def test_no_number_of_an_epoch_or_a_decision_comes_twice_in_a_run(synthetic):
+    """`dynarl explain` names them by it, also after the controller or the step was started again."""
+    synthetic.start()
+    for number in range(1, 4):
+        synthetic.iteration(number)
+    before = synthetic.epoch
+    synthetic.record("decision", number=before + 900, iteration=3)
+    synthetic.start()
+    synthetic.record("resumed", iteration=2, checkpoint="/x")
+    log = Journal(rundir.journal(synthetic.run))
+    assert log.graph.decision is None and log.graph.last_number == before + 900
+    log.append("epoch_proposed", epoch=before + 901, moves=[])
+    assert log.graph.last_number == before + 901
+    log.close()
 
 
 def test_the_same_iteration_again_without_going_back_is_a_fault(synthetic):

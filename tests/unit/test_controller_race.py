@@ -1,0 +1,60 @@
+"""What ends the controller's work, whatever it is doing."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from pretend_cluster import VirtualTime
+
+from dynarl.controller.__main__ import Controller
+from dynarl.controller.fleet import Fleet, StepLost
+from dynarl.wire import CallError
+
+
+def race(tmp_path, work, starting: bool, *, is_up=True, ended=False, unanswered=0):
+    """`work` against a step of which n2 has not answered so many heartbeats, or which has `ended`."""
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        fleet = Fleet.__new__(Fleet)
+        fleet.is_up, fleet.ended, fleet._unanswered = is_up, loop.create_future(), {"n1": 0, "n2": unanswered}
+        if ended:
+            fleet.ended.set_result(9)
+
+        async def never():
+            await loop.create_future()
+
+        job = SimpleNamespace(fault=never, silence=never, fleet=fleet, critical=asyncio.Lock())
+        controller = Controller.__new__(Controller)
+        controller.cancel_file, controller.time_limit = tmp_path / "cancel", asyncio.Event()
+        await controller._race(work(), job, starting)
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(go())
+
+
+async def a_call_without_an_answer():
+    await asyncio.sleep(1e4)
+
+
+async def a_call_that_fails():
+    raise CallError("n2: the step has ended")
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_a_node_that_falls_silent_ends_the_step_also_while_models_are_loaded(starting, tmp_path):
+    with pytest.raises(StepLost, match="no sign of life from n2") as lost:
+        race(tmp_path, a_call_without_an_answer, starting, unanswered=11)
+    assert lost.value.nodes == {"n2"}
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_calls_that_fail_because_the_step_has_ended_are_not_the_reason(starting, tmp_path):
+    with pytest.raises(StepLost, match="status 9"):
+        race(tmp_path, a_call_that_fails, starting, ended=True)
+
+
+def test_before_its_agents_are_there_a_step_is_not_lost(tmp_path):
+    """What `launch` says of it is more exact."""
+    with pytest.raises(CallError):
+        race(tmp_path, a_call_that_fails, True, is_up=False, ended=True)
