@@ -83,6 +83,8 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         # Nothing is left behind for the next iteration to find.
         assert iteration.ledger.num_live == 0 and not any(node.requests for node in cluster.agents.values())
         assert not any(iteration._at.values()) and not any(any(node.work.values()) for node in cluster.agents.values())
+        # What a dead worker had accumulated was trained, and counted, again: not twice.
+        assert iteration.stats() == {"tokens": float(groups)}
         cluster.switches = iteration.tally.switches
         assert not [r for r in journal.read(log.path) if r["type"] == "epoch_refused"]
         assert check(log.graph, iteration.ledger.num_live) == []
