@@ -68,7 +68,7 @@ class Shape:
 
 def check(config: Config) -> None:
     """Raise ConfigError with every fault found, one per line."""
-    rules = (_nodes, _time, _workflow, _policy, _model, _batches, _options)
+    rules = (_nodes, _time, _workflow, _policy, _failure, _model, _batches, _options)
     faults = [fault for rule in rules for fault in rule(config)]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -148,6 +148,17 @@ def _policy(config: Config) -> Iterator[str]:
             f"policy.min_rollout_nodes = {policy.min_rollout_nodes} is more than split.rollout = {split.rollout}: "
             "no node could ever leave"
         )
+
+
+def _failure(config: Config) -> Iterator[str]:
+    """A verifier or tool that may still take its time must not pass for a hung worker."""
+    hang_s = config.failure.hang_s.get("environment", 0.0)
+    for name in ("verify_timeout_s", "tool_timeout_s"):
+        if 0.0 < hang_s < (limit_s := getattr(config.task, name)):
+            yield (
+                f"failure.hang_s: environment = {hang_s:g} s, but task.{name} = {limit_s:g} s, during which its worker "
+                "answers nobody: give hang_s at least that"
+            )
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -22,6 +22,7 @@ def faults(written):
         "cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0, training: 1}\npolicy: {name: colocated}",
         "cluster: {devices_per_node: 4}\ntraining: {tp: 4}",  # tp a multiple of kv_heads
         "algorithm: {minibatches: 4}",
+        "task: {verify_timeout_s: 600}\nfailure: {hang_s: {rollout: 5}}",  # the environment is not watched
         "training: {layouts: {2: \"pp=2,nodes=2\", 3: nodes=1}}",
         "model: {experts: 4}\ncluster: {devices_per_node: 2}\ntraining: {layouts: {2: ep=2}}",
         "cluster: {sbatch_args: [--constraint=a100, --exclude=n3]}",
@@ -40,6 +41,8 @@ def test_what_works_is_accepted(written):
             "one node can only take all roles in turn: set policy.name to colocated",
         ),
         ("split: {rollout: 0, inference: 3}\npolicy: {name: static}", "nobody would generate"),
+        ("task: {verify_timeout_s: 90}", "failure.hang_s: environment = 60 s, but task.verify_timeout_s = 90 s"),
+        ("failure: {hang_s: {environment: 8}}", "environment = 8 s, but task.tool_timeout_s = 10 s"),
         ("policy: {min_rollout_nodes: 3}", "policy.min_rollout_nodes = 3 is more than split.rollout = 2"),
         (
             "cluster: {devices_per_node: 3}\ntraining: {tp: 2}",
