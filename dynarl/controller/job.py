@@ -247,10 +247,9 @@ class Job:
         self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
         self.monitor.begin(number)
         self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
-        away = self.away()
         stepped = []
         for index in range(algorithm.minibatches):
-            await self.trainer.begin(self.progress.step + 1, "grpo", away)
+            await self.trainer.begin(self.progress.step + 1, "grpo", self.away())
             await run.accumulate(index)
             if index + 1 == algorithm.minibatches:
                 self.monitor.conclude()
