@@ -120,6 +120,8 @@ def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: f
         choices = [load for load in (*near, *earliest) if load.has_room(members)]
         if not choices and earliest and len(members) == 1:  # those have a place, but not the memory
             choices = [load for load in loads.values() if load.has_room(members)]
+        if not choices and len(members) == 1 and not any(load.could_hold(one) for load in loads.values()):
+            choices = [load for load in loads.values() if not load.left]  # alone, or it would wait for ever
         found = min(choices, key=lambda load: load.finish_with(members), default=None)
         if found is not None and (end := found.finish_with(members)) > latest:
             if any(load.is_full(len(members)) and load.finish_with(members) < end for load in loads.values()):
@@ -130,7 +132,8 @@ def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: f
     for request in requests:
         if request.affinity == "required":
             load = loads.get(request.home)
-            if load is not None and load.has_room([request]):
+            alone = load is not None and not load.left and not load.could_hold(request)
+            if load is not None and (alone or load.has_room([request])):
                 put(request, load)
             else:
                 waiting.add(request.sample)
@@ -228,6 +231,10 @@ class _Load:
     def has_room(self, members: list[Request]) -> bool:
         return (not self.is_full(len(members))
                 and self.kv_tokens + sum(r.kv_tokens for r in members) <= self.instance.kv_tokens)
+
+    def could_hold(self, request: Request) -> bool:
+        """Whether its memory is enough for this one."""
+        return request.kv_tokens <= self.instance.kv_tokens
 
     def finish(self, more: float = 0.0, longest: float = 0.0, prefill: float = 0.0) -> float:
         of, total = self.instance, self.total + more
