@@ -176,7 +176,7 @@ class RolesBench(Job):
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             at_work = {(node, "rollout") for node in run.ledger.running.values()}
-            at_work |= {(node, role) for role, replica in run._at.values() for node in replica.nodes}
+            at_work |= {(node, role) for role, replica in run.leases.at.values() for node in replica.nodes}
             for node, role in self.epochs.roles.items():
                 what = f"{role}_busy" if (node, role) in at_work else f"{role}_idle"
                 node_seconds["moving" if node in run._leaving else what] += now - last

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Iterable
 
@@ -18,6 +17,7 @@ from dynarl import wire
 from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Epochs, Outcome, Weights
 from dynarl.controller.fleet import Fleet
+from dynarl.controller.leases import Leases, ReplicaTorn
 from dynarl.controller.replicas import Replica, inside_nodes
 from dynarl.controller.requests import Requests
 from dynarl.controller.router import Router
@@ -29,8 +29,6 @@ from dynarl.scheduler.policy import View, decide
 
 log = logging.getLogger(__name__)
 
-# Leases that a worker holds: one that it works on, one that waits, so that it never waits for the network.
-LEASES_PER_REPLICA = 2
 # How often the policy looks when nothing happens.
 TICK_S = 0.1
 # Before work that could not be handed out is offered again.
@@ -60,10 +58,6 @@ class Tally:
             into[name] = max(into.get(name, value), value) if name.endswith("_max") else into.get(name, 0.0) + value
 
 
-class ReplicaTorn(wire.CallError):
-    """Some workers of a replica have a lease that others have not; only a new start of the trainer helps."""
-
-
 class Iteration:
     """Runs samples until each is trained (or, with `train=False`, only generated).
 
@@ -85,6 +79,10 @@ class Iteration:
         self.requests = Requests(
             config, fleet, self.ledger, router or Router(config, self._monitor.lengths), split, temperature, self._at_work, self._spawn
         )
+        self.leases = Leases(fleet, self.ledger, self._monitor, replicas or {
+            role: inside_nodes(may, config.cluster.devices_per_node, config.training.tp)
+            for role in ("inference", "training")
+        }, self._spawn)
         self._needs_scoring = scored_by_inference
         self.tally = Tally()
         self.training_weights = weights
@@ -95,13 +93,6 @@ class Iteration:
         self._change: asyncio.Task | None = None
         self._last_change = 0.0
         self._completed: list[Group] = []  # in the order in which they became complete
-        self._replicas = replicas or {
-            role: inside_nodes(may, config.cluster.devices_per_node, config.training.tp)
-            for role in ("inference", "training")
-        }
-        self._at: dict[int, tuple[str, Replica]] = {}  # lease -> (role, replica)
-        self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
         self._advantages: dict[str, dict[str, tuple[float, float]]] = {}  # group -> sample -> (advantage, weight)
         self._masked: dict[str, int] = {}  # sample -> its tokens that tools wrote
         self._stats: dict[str, dict[str, float]] = {}
@@ -199,61 +190,21 @@ class Iteration:
         away = self._leaving | {n for n, r in self._down if r == role}
         return [n for n, r in self._epochs.roles.items() if r == role and n not in away]
 
-    def _addresses(self) -> dict[str, str]:
-        return {node: agent.peer_address for node, agent in self._fleet.agents.items()}
-
     # --- handing out
 
     def _hand_out(self, to_train: list[Group]) -> None:
         self.requests.hand_out(rebalance=self._policy.rebalance and self._change is None)
         if self._needs_scoring and self._train:
-            self._hand_out_groups("inference", "score", self.ledger.in_state("generated"))
+            at_work = set(self._at_work("inference"))
+            self.leases.hand_out("inference", self.ledger.in_state("generated"), at_work, lambda sample: {})
         if self._train:
             wanted = {g.name for g in to_train}
-            self._hand_out_groups("training", "train", [g for g in self.ledger.in_state("scored") if g.name in wanted])
+            scored = [g for g in self.ledger.in_state("scored") if g.name in wanted]
+            self.leases.hand_out("training", scored, set(self._at_work("training")), self._of_sample)
 
-    def _hand_out_groups(self, role: str, method: str, groups: list[Group]) -> None:
-        at_work = set(self._at_work(role))
-        slots = [
-            (sum(where == (role, r) for where in self._at.values()), r)
-            for r in self._replicas[role]
-            if at_work.issuperset(r.nodes)
-        ]
-        for group in groups:
-            slots.sort()
-            if not slots or slots[0][0] >= LEASES_PER_REPLICA:
-                return
-            held, replica = slots[0]
-            lease = self.ledger.lease(group, replica.nodes[0])
-            self._at[lease] = (role, replica)
-            self._monitor.leased(lease, role, replica, group.num_tokens)
-            slots[0] = (held + 1, replica)
-            samples = [{"sample": s, "holder": group.holders[s]} for s in group.samples]
-            if role == "training":
-                for item in samples:
-                    item["advantage"], item["weight"] = self._advantages[group.name][item["sample"]]
-            self._spawn(self._lease_out(method, lease, replica, samples, set(group.holders.values())),
-                        lambda lease=lease: self._lease_back(lease))
-
-    async def _lease_out(self, method: str, lease: int, replica: Replica, samples: list[dict], holders: set[str]) -> None:
-        addresses = self._addresses()
-        # One at a time: nodes of one replica must get its leases in the same order.
-        async with self._turns[replica]:
-            answers = await asyncio.gather(
-                *(self._fleet.call(node, method, lease=lease, devices=replica.on(node), samples=samples,
-                                   holders={h: addresses[h] for h in holders}) for node in replica.nodes),
-                return_exceptions=True)
-        failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failed and len(failed) < len(answers):
-            # Workers of one replica wait for each other: those that got the lease would do so for ever.
-            raise ReplicaTorn(f"a lease reached only some of the nodes {', '.join(replica.nodes)}: {failed[0]}")
-        if failed:
-            raise failed[0]
-
-    def _lease_back(self, lease: int) -> None:
-        self._at.pop(lease, None)
-        self._parts.pop(lease, None)
-        self.ledger.handed_back(lease)
+    def _of_sample(self, sample: str) -> dict[str, float]:
+        advantage, weight = self._advantages[wire.group_of(sample)][sample]
+        return {"advantage": advantage, "weight": weight}
 
     # --- what comes back
 
@@ -305,32 +256,21 @@ class Iteration:
         return [advantage for group in self._advantages.values() for advantage, _ in group.values()]
 
     def event_scored(self, node: str, *, lease: int, stats: dict[str, float] | None = None) -> None:
-        self._done(lease)
+        self.leases.done(lease)
         if self.ledger.scored(lease) is not None:
             self.tally.add(self.tally.score_stats, stats or {})
             self.tally.scored_at = time.monotonic()
         self._wake()
 
     def event_trained(self, node: str, *, lease: int, stats: dict[str, float]) -> None:
-        if lease in self._at:
-            parts = self._parts.setdefault(lease, {})
-            parts[node] = stats
-            if set(parts) < set(self._at[lease][1].nodes):
-                return
-            # Every worker of a replica knows the sums of all of it.
-            stats = parts[self._at[lease][1].nodes[0]]
-        self._done(lease)
-        self._parts.pop(lease, None)
+        if (whole := self.leases.part(node, lease, stats)) is None:
+            return
+        self.leases.done(lease)
         group = self.ledger.accumulated(lease)
         if group is not None:
             # By group: one whose gradient is lost with its worker is trained, and counted, again.
-            self._stats[group.name] = stats
+            self._stats[group.name] = whole
         self._wake()
-
-    def _done(self, lease: int) -> None:
-        if (entry := self._at.pop(lease, None)) is not None:
-            role, replica = entry
-            self._monitor.done(lease, sum(other.nodes == replica.nodes for other in self._replicas[role]))
 
     def stats(self) -> dict[str, float]:
         """Sums over all trained groups."""
@@ -350,14 +290,8 @@ class Iteration:
             return
         self.ledger.worker_lost(node, role, held)
         self.requests.lives[node] += role == "rollout"
-        self._at = {lease: where for lease, where in self._at.items()
-                    if node not in where[1].nodes or self._is_held(lease)}
+        self.leases.worker_lost(node)
         self._wake()
-
-    def _is_held(self, lease: int) -> bool:
-        return any(
-            group.lease == lease and group.state in ("scoring", "training") for group in self.ledger.groups.values()
-        )
 
     # --- roles
 
@@ -369,7 +303,7 @@ class Iteration:
         if self._policy.name == "adaptive":
             moves = self._monitor.consult(
                 self._policy, self.ledger, self._epochs.roles, self._may, self._down, {g.name for g in to_train},
-                self._needs_scoring, self._replicas, time.monotonic() - self._last_change)
+                self._needs_scoring, self.leases.replicas, time.monotonic() - self._last_change)
         else:
             moves = decide(self._policy, self.view(to_train))
         # A role without living workers on that node is no destination.
@@ -442,5 +376,5 @@ class Iteration:
                     self._monitor.given_up(partial["sample"], partial["tokens"])
         for leases in outcome.unstarted.values():
             for lease in leases:
-                self._lease_back(lease)
+                self.leases.back(lease)
         self._wake()

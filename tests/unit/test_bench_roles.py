@@ -110,7 +110,7 @@ def test_a_node_is_busy_when_it_has_work_of_its_role_and_counts_once():
     (trainer,) = inside_nodes(["n3"], 1, 1)
     run = SimpleNamespace(
         ledger=SimpleNamespace(running={"1:0:0": "n1", "1:0:1": "n1", "1:0:2": "n4"}),
-        _at={1: ("training", trainer), 2: ("training", trainer)},
+        leases=SimpleNamespace(at={1: ("training", trainer), 2: ("training", trainer)}),
         _leaving={"n5"},
     )
     seconds = defaultdict(float)

@@ -235,7 +235,7 @@ def test_nodes_of_one_replica_get_its_leases_in_one_order():
             Config(), Fleet(train=train), epochs, Weights(1, ""), {}, set(), ["1:0:0", "1:0:1"],
             replicas={"training": [replica], "inference": []},
         )  # fmt: skip
-        await asyncio.gather(*(iteration._lease_out("train", lease, replica, [], set()) for lease in range(12)))
+        await asyncio.gather(*(iteration.leases.send("train", lease, replica, []) for lease in range(12)))
 
     asyncio.run(run())
     assert arrived["n1"] == arrived["n2"] and sorted(arrived["n1"]) == list(range(12))

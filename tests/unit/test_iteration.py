@@ -82,7 +82,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         assert Counter(name for batch in cluster.batches for name in batch) == Counter([*iteration.ledger.groups])
         # Nothing is left behind for the next iteration to find.
         assert iteration.ledger.num_live == 0 and not any(node.requests for node in cluster.agents.values())
-        assert not any(iteration._at.values()) and not any(any(node.work.values()) for node in cluster.agents.values())
+        assert not any(iteration.leases.at.values()) and not any(any(node.work.values()) for node in cluster.agents.values())
         # What a dead worker had accumulated was trained, and counted, again: not twice.
         assert iteration.stats() == {"tokens": float(groups)}
         cluster.switches = iteration.tally.switches
@@ -102,7 +102,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         ledger = cluster.iteration.ledger
         pytest.fail(f"no end after {limit_s} s: {Counter(g.state for g in ledger.groups.values())}, waiting {ledger.waiting()}, "
                     f"running {ledger.running}, in engines { {n: a.requests for n, a in cluster.agents.items()} }, "
-                    f"leases {cluster.iteration._at}, down {cluster.down}, faults {cluster.faults}")
+                    f"leases {cluster.iteration.leases.at}, down {cluster.down}, faults {cluster.faults}")
     finally:
         log.close()
     return cluster
@@ -199,7 +199,7 @@ def test_requests_move_while_others_change_roles_and_are_trained_once(often, tmp
 def test_one_and_two_minibatches_end_with_nothing_on_its_way(minibatches, tmp_path):
     cluster = run(*POLICIES["threshold"], 3, tmp_path, minibatches=minibatches)
     assert not any(node.requests or any(node.work.values()) for node in cluster.agents.values())
-    assert cluster.iteration._at == {} and cluster.iteration._leaving == set()
+    assert cluster.iteration.leases.at == {} and cluster.iteration._leaving == set()
 
 
 def test_nodes_that_get_no_request_hold_nothing_up(tmp_path):

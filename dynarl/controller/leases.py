@@ -1,0 +1,105 @@
+"""Groups that replicas of the model have at the moment: each a lease, which comes back done, unstarted or lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any, Awaitable, Callable, Mapping
+
+from dynarl import wire
+from dynarl.controller.fleet import Fleet
+from dynarl.controller.replicas import Replica
+from dynarl.controller.telemetry import Monitor
+from dynarl.dataflow.ledger import Group, Ledger
+
+# Leases that a worker holds: one that it works on, one that waits, so that it never waits for the network.
+PER_REPLICA = 2
+METHODS = {"inference": "score", "training": "train"}
+
+
+class ReplicaTorn(wire.CallError):
+    """Some workers of a replica have a lease that others have not; only a new start of the trainer helps."""
+
+
+class Leases:
+    """The ledger says which group is in which lease; this, which replica has it. `at`: lease -> (role, replica).
+
+    replicas: role -> copies of its model; spawn: run a hand-out in the background; what undoes it if it fails.
+    """
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, monitor: Monitor, replicas: Mapping[str, list[Replica]],
+                 spawn: Callable[[Awaitable[Any], Callable[[], None]], None]):
+        self._fleet, self._ledger, self._monitor, self.replicas, self._spawn = fleet, ledger, monitor, replicas, spawn
+        self.at: dict[int, tuple[str, Replica]] = {}
+        self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
+
+    def hand_out(self, role: str, groups: list[Group], at_work: set[str], of_sample: Callable[[str], dict]) -> None:
+        """Give groups to the replicas with the fewest leases. at_work: nodes that take work of the role; of_sample:
+        what the workers are told of a sample besides its name and holder."""
+        slots = [
+            (sum(where == (role, r) for where in self.at.values()), r)
+            for r in self.replicas[role]
+            if at_work.issuperset(r.nodes)
+        ]
+        for group in groups:
+            slots.sort()
+            if not slots or slots[0][0] >= PER_REPLICA:
+                return
+            held, replica = slots[0]
+            slots[0] = (held + 1, replica)
+            lease = self._ledger.lease(group, replica.nodes[0])
+            self.at[lease] = (role, replica)
+            self._monitor.leased(lease, role, replica, group.num_tokens)
+            samples = [{"sample": s, "holder": group.holders[s], **of_sample(s)} for s in group.samples]
+            self._spawn(self.send(METHODS[role], lease, replica, samples), lambda lease=lease: self.back(lease))
+
+    async def send(self, method: str, lease: int, replica: Replica, samples: list[dict]) -> None:
+        """Raises ReplicaTorn, or CallError when no node has got it."""
+        holders = {item["holder"] for item in samples}
+        addresses = {node: agent.peer_address for node, agent in self._fleet.agents.items() if node in holders}
+        # One at a time: nodes of one replica must get its leases in the same order.
+        async with self._turns[replica]:
+            answers = await asyncio.gather(
+                *(
+                    self._fleet.call(
+                        node, method, lease=lease, devices=replica.on(node), samples=samples, holders=addresses
+                    )
+                    for node in replica.nodes
+                ),
+                return_exceptions=True,
+            )
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed and len(failed) < len(answers):
+            # Workers of one replica wait for each other: those that got the lease would do so for ever.
+            raise ReplicaTorn(f"a lease reached only some of the nodes {', '.join(replica.nodes)}: {failed[0]}")
+        if failed:
+            raise failed[0]
+
+    def back(self, lease: int) -> None:
+        """Not started; its group is offered again."""
+        self.at.pop(lease, None)
+        self._parts.pop(lease, None)
+        self._ledger.handed_back(lease)
+
+    def part(self, node: str, lease: int, stats: dict[str, float]) -> dict[str, float] | None:
+        """`node` is done with its part. Returns the statistics once all nodes of the replica are, else None."""
+        if lease not in self.at:
+            return stats
+        parts, replica = self._parts.setdefault(lease, {}), self.at[lease][1]
+        parts[node] = stats
+        if set(parts) < set(replica.nodes):
+            return None
+        # Every worker of a replica knows the sums of all of it.
+        return self._parts.pop(lease)[replica.nodes[0]]
+
+    def done(self, lease: int) -> None:
+        self._parts.pop(lease, None)
+        if (entry := self.at.pop(lease, None)) is not None:
+            role, replica = entry
+            self._monitor.done(lease, sum(other.nodes == replica.nodes for other in self.replicas[role]))
+
+    def worker_lost(self, node: str) -> None:
+        """The ledger has offered again what the worker held: those leases are void."""
+        held = {group.lease for group in self._ledger.in_state("scoring", "training")}
+        self.at = {lease: where for lease, where in self.at.items() if node not in where[1].nodes or lease in held}
