@@ -36,9 +36,12 @@ class Lines:
             text = _TEXTS.get(record["type"], lambda r: None)(record)
             if text is not None:
                 found.append((record["t"], text))
+        started_t = self._view.graph.started_t
+        if started_t is None:  # metrics may be seen before the journal, on a shared file system
+            return
         found += self._iterations()
         for t, text in sorted(found, key=lambda entry: entry[0]):
-            yield f"{duration(t - self._view.graph.started_t):>7}  {text}"
+            yield f"{duration(t - started_t):>7}  {text}"
 
     def _iterations(self) -> Iterator[tuple[float, str]]:
         total = self._view.graph.num_iterations

@@ -14,6 +14,7 @@ from dynarl import rundir
 from dynarl.cli import watch
 from dynarl.report import run as run_module
 from dynarl.report.run import RunView, State
+from dynarl.report.watch_lines import Lines
 from dynarl.report.watch_view import Screen, bar, draw, sparkline
 from dynarl.slurm.client import JobInfo, Presence
 
@@ -43,6 +44,16 @@ def test_elsewhere_than_on_a_terminal_there_is_a_line_per_event_in_order(synthet
     assert lines[-1] == "ended: completed"
     seconds = [line[:7] for line in result.stdout.splitlines()]
     assert seconds[-1].strip() == "1m06s"
+
+
+def test_metrics_that_are_seen_before_the_journal_wait_for_it(synthetic):
+    """On a shared file system one file may be there before the other."""
+    synthetic.metrics(1, critic__rewards__mean=0.5)
+    view = view_of(synthetic)
+    lines = Lines(view)
+    assert list(lines.take([])) == []
+    synthetic.start()
+    assert [line[9:].split(":")[0] for line in lines.take(view.poll())][-1] == "iteration 1 of 10"
 
 
 @pytest.mark.parametrize("state, code", [("completed", 0), ("failed", 1), ("cancelled", 1)])
