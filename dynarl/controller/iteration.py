@@ -91,6 +91,7 @@ class Iteration:
         self._tasks: set[asyncio.Task] = set()
         self._error: BaseException | None = None
         self._change: asyncio.Task | None = None
+        self._given_up = False  # a fault ended it; a change of roles that is under way comes to its end
         self._last_change = 0.0
         self._completed: list[Group] = []  # in the order in which they became complete
         self._advantages: dict[str, dict[str, tuple[float, float]]] = {}  # group -> sample -> (advantage, weight)
@@ -154,6 +155,9 @@ class Iteration:
                         await self._changed.wait()
                 except TimeoutError:
                     pass
+        except BaseException:
+            self._given_up = True
+            raise
         finally:
             for task in self._tasks if not reached() else ():
                 task.cancel()
@@ -344,7 +348,7 @@ class Iteration:
             # After the first minibatch trainers are ahead of the weights that generated and score.
             for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
                                   (self.weights, {n: r for n, r in moves.items() if r != "training"})):
-                if part:
+                if part and not self._given_up:
                     sources = dict(self._epochs.roles)
                     outcome = await self._epochs.change(part, weights, reason, self._take_back, self._num_to_generate)
                     self.tally.switches.append(outcome)

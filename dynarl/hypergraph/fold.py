@@ -310,7 +310,6 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "resumed": _resumed,
     "agent_up": _agent_up,
     "worker_up": _worker_up,
-    "worker_rebooted": lambda graph, r: None,  # why; that it died follows
     "worker_died": _worker_died,
     "epoch_proposed": _epoch_proposed,
     "epoch_committed": _epoch_committed,

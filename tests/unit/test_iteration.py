@@ -323,3 +323,31 @@ def test_a_move_that_is_refused_is_not_wanted_again_at_once(tmp_path):
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(go())
+
+
+def test_of_an_iteration_that_is_given_up_no_further_change_of_roles_begins(tmp_path):
+    """Its second half would meet a job that goes back to a checkpoint, with weights that are no more."""
+
+    async def go():
+        iteration, cluster = bare(homes(2, 1, 1), ["1:0:0"], tmp_path)
+        seen = []
+
+        async def change(moves, *_):
+            seen.append(moves)
+            await asyncio.sleep(1.0)
+            return Outcome(1, True)
+
+        iteration._epochs.change = change
+        running = asyncio.create_task(iteration._until(lambda: True, lambda: []))
+        iteration._begin({"n1": "training", "n2": "inference"})
+        moving = iteration._change
+        await asyncio.sleep(0.5)
+        running.cancel()  # though everything is trained, it waited for that change
+        await asyncio.gather(running, return_exceptions=True)
+        await moving
+        assert seen == [{"n1": "training"}]
+        for task in [*cluster.tasks]:
+            task.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(go())
