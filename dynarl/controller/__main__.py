@@ -150,7 +150,12 @@ class Controller:
             self.journal.graph.last_number,
         )
         try:
-            await self._race(job.set_up(), job, starting=True)
+            try:
+                await self._race(job.set_up(), job, starting=True)
+            except (OwnerLost, CallError, TimeoutError) as error:
+                if self.journal.graph.ready_t is None:  # what has never worked is no accident
+                    raise
+                return StepLost(f"the step could not be set up again: {error}")
             sound = True
             while True:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 from dynarl.hypergraph.journal import Record
@@ -33,7 +34,9 @@ class Lines:
         for record in records:
             if record["type"] == "resumed":
                 self._reported_step = record["iteration"]
-            text = _TEXTS.get(record["type"], lambda r: None)(record)
+            text = None
+            with contextlib.suppress(KeyError):  # a record of another version
+                text = _TEXTS.get(record["type"], lambda r: None)(record)
             if text is not None:
                 found.append((record["t"], text))
         started_t = self._view.graph.started_t

@@ -8,6 +8,7 @@ from pretend_cluster import VirtualTime
 
 from dynarl.controller.__main__ import Controller
 from dynarl.controller.fleet import Fleet, StepLost
+from dynarl.controller.workers import OwnerLost
 from dynarl.wire import CallError
 
 
@@ -31,6 +32,38 @@ def race(tmp_path, work, starting: bool, *, is_up=True, ended=False, unanswered=
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(go())
+
+
+@pytest.mark.parametrize("error", [CallError("n1-training-0 died"), OwnerLost("it died"), TimeoutError("no answer")])
+def test_a_worker_that_dies_while_a_step_is_set_up_again_costs_that_step_and_not_the_job(error, tmp_path):
+    """The first time it is the job's own fault, and said at once."""
+
+    class Failing:
+        fault = silence = staticmethod(asyncio.Event().wait)
+        critical, closed = asyncio.Lock(), 0
+
+        def __init__(self, *_):
+            self.fleet = SimpleNamespace(lost=self.fault)
+
+        async def set_up(self):
+            raise error
+
+        async def close(self):
+            Failing.closed += 1
+
+    async def step(ready_t):
+        controller = Controller.__new__(Controller)
+        controller.cancel_file, controller.time_limit = tmp_path / "cancel", asyncio.Event()
+        controller.config = controller.run_dir = controller.attempt = controller.fleet = controller.writer = None
+        controller.job_class, controller.resume_from = Failing, None
+        controller.journal = SimpleNamespace(graph=SimpleNamespace(ready_t=ready_t, last_number=0))
+        return await controller._one_step({})
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        with pytest.raises(type(error)):
+            runner.run(step(None))
+        assert str(error) in str(runner.run(step(1.0)))
+    assert Failing.closed == 2
 
 
 async def a_call_without_an_answer():

@@ -56,6 +56,14 @@ def test_metrics_that_are_seen_before_the_journal_wait_for_it(synthetic):
     assert [line[9:].split(":")[0] for line in lines.take(view.poll())][-1] == "iteration 1 of 10"
 
 
+def test_a_record_of_another_version_costs_its_line_only(synthetic):
+    synthetic.start()
+    synthetic.record("worker_died", node="n1")
+    synthetic.end()
+    result = CliRunner().invoke(watch.command, [])
+    assert result.exit_code == 0 and result.stdout.splitlines()[-1].endswith("ended: completed")
+
+
 @pytest.mark.parametrize("state, code", [("completed", 0), ("failed", 1), ("cancelled", 1)])
 def test_the_exit_code_tells_how_it_ended(synthetic, state, code):
     synthetic.start()
