@@ -19,14 +19,15 @@ class Gate:
 
     def __init__(self) -> None:
         self._inside = 0
-        self._closed = False
+        self._opened = asyncio.Event()
+        self._opened.set()
         self._empty = asyncio.Event()
         self._empty.set()
 
     @asynccontextmanager
     async def passing(self, what: str) -> AsyncIterator[None]:
         """Around one hand-out. Raises CallError while the gate is closed; the controller then offers the work again."""
-        if self._closed:
+        if not self._opened.is_set():
             raise CallError(f"{what} came while this node changes its role")
         self._inside += 1
         self._empty.clear()
@@ -39,9 +40,13 @@ class Gate:
 
     async def close(self, limit_s: float | None = None) -> None:
         """Raises TimeoutError when some are inside after `limit_s`; it stays closed."""
-        self._closed = True
+        self._opened.clear()
         async with asyncio.timeout(limit_s):
             await self._empty.wait()
 
     def open(self) -> None:
-        self._closed = False
+        self._opened.set()
+
+    async def opened(self) -> None:
+        """Wait until it is open."""
+        await self._opened.wait()

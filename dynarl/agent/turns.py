@@ -60,12 +60,15 @@ class Turns:
             return  # given back meanwhile; whoever goes on with it asks here
         entry["answer"] = answer.answered(call, entry["max_response_tokens"])
         self._work.store.put(msgspec.structs.replace(entry["answer"], finish="abort"))  # what is sampled is added to it
+        await self._gate.opened()  # what stands in `requests` when it closes is given back, if all goes well
+        if self._work.requests.get(answer.sample) is not entry:
+            return
         try:
             async with self._gate.passing("a turn"):
                 entry["at_tool"] = False
                 await self._agent.call_worker(entry["worker"], "submit", requests=[self._work.for_engine(entry)])
         except wire.CallError as error:
-            # Closed gate: what stands in `requests` is about to be given back. A dead worker: it is gone from there.
+            # Its worker has died, and it is gone from `requests`.
             log.info("%s does not go on here after its tool call: %s", answer.sample, error)
 
     async def _call_made_at(self, address: str, sample: str, number: int, turn: bytes) -> ToolCall | None:

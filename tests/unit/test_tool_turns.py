@@ -206,6 +206,26 @@ def test_a_call_in_flight_when_its_node_leaves_is_made_once_and_its_result_goes_
     on_scene(tmp_path, scenario)
 
 
+def test_an_answer_whose_tool_ends_in_a_move_that_is_cancelled_goes_on(tmp_path):
+    """The node could give back nothing, and stays in rollout."""
+
+    async def scenario(scene):
+        await scene.open()
+        await scene.generate()
+        scene.engine_says("<call>wait 0.3</call>")
+        await scene.calls_made(1)
+        await scene.call("n1", "prepare", plan=PLAN | {"moves": {"n1": "training"}})
+        gate = scene.desk.agent.roles._gate
+        await gate.close()
+        await asyncio.sleep(0.6)
+        assert scene.desk.agent.work.requests[S]["at_tool"]
+        await scene.call("n1", "rollback", epoch=1)
+        request = (await scene.submitted(2))[1]
+        assert text_of(request["response"]) == "<call>wait 0.3</call><result>ok 1</result>"
+
+    on_scene(tmp_path, scenario)
+
+
 def test_a_call_that_two_nodes_gave_back_in_turn_is_still_made_once(tmp_path):
     async def scenario(scene):
         await scene.open()
@@ -229,10 +249,13 @@ def test_what_came_of_a_call_is_given_back_with_the_answer(tmp_path):
         await scene.open()
         await scene.generate()
         await scene.desk.agent.roles._gate.close()  # the role is about to change as the tool comes back
-        await scene.engine_says("<call>wait 0</call>")
+        says = scene.engine_says("<call>wait 0</call>")
+        while not scene.desk.agent.work.requests[S]["answer"].tool_calls:
+            await asyncio.sleep(0.01)
         assert len(await scene.submitted(1)) == 1, "nothing reaches the engine any more"
         assert await scene.call("n1", "abort") == [{"sample": S, "tokens": 8}]
         scene.desk.agent.roles._gate.open()
+        await says
         await scene.generate(holder="n1")
         again = (await scene.submitted(2))[1]
         assert text_of(again["response"]) == "<call>wait 0</call><result>ok 1</result>" and again["tool_calls"] == 1
