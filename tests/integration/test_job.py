@@ -148,7 +148,8 @@ def test_a_lost_node_costs_the_step_and_not_the_job(minislurm, runs):
 
 def test_agents_sleep_when_there_is_nothing_to_do(minislurm, runs):
     """Under 1 % of a core over 5 s in which no worker answers."""
-    job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "task.verify_timeout_s=600", "failure.hang_s={environment: 600}")
+    patient = "task.verify_timeout_s=600", "failure.hang_s={environment: 600}"
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG, *patient)
     job.until(lambda: job.records("iteration_started"), 120, "the first iteration")
     agents = [pid for pid, command in job.cluster.job_processes().items() if "-m dynarl.agent" in command and "srun" not in command]
     workers = [pid for pid, command in job.cluster.job_processes().items() if "dynarl.roles." in command]

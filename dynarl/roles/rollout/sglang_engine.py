@@ -25,7 +25,8 @@ from typing import Any
 
 from dynarl import wire
 from dynarl.dataflow.priority import Desk, Ticket
-from dynarl.roles.rollout.engine import ABORT, LENGTH, Engine, Figures, Output, Request, check_request, split_done, stream_key
+from dynarl.roles.rollout.engine import ABORT, LENGTH, Engine, Figures, Output, Request
+from dynarl.roles.rollout.engine import check_request, split_done, stream_key
 from dynarl.roles.rollout.sglang_process import SGLangProcess
 
 # How long `step` waits for an answer: calls to the worker wait as long, an idle wait costs 100 wake-ups per second.
