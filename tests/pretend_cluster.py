@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 
-from dynarl import wire
 from dynarl.controller.epochs import Weights
 from dynarl.controller.fleet import Fleet
 from dynarl.controller.iteration import Iteration
