@@ -32,10 +32,10 @@ class Lines:
         """Lines of these records and of the metrics that came with them, in order of time."""
         found = []
         for record in records:
-            if record["type"] == "resumed":
-                self._reported_step = record["iteration"]
             text = None
             with contextlib.suppress(KeyError):  # a record of another version
+                if record["type"] == "resumed":
+                    self._reported_step = record["iteration"]
                 text = _TEXTS.get(record["type"], lambda r: None)(record)
             if text is not None:
                 found.append((record["t"], text))

@@ -59,6 +59,7 @@ def test_metrics_that_are_seen_before_the_journal_wait_for_it(synthetic):
 def test_a_record_of_another_version_costs_its_line_only(synthetic):
     synthetic.start()
     synthetic.record("worker_died", node="n1")
+    synthetic.record("resumed")
     synthetic.end()
     result = CliRunner().invoke(watch.command, [])
     assert result.exit_code == 0 and result.stdout.splitlines()[-1].endswith("ended: completed")
