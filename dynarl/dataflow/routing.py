@@ -12,8 +12,8 @@ place, close to it otherwise. All preferences are prices in this one formula:
 - A prefix that is on an instance already (its own request's, or a fellow's of the same group) costs no prefill there.
 - A slow instance has larger coefficients, so it gets less; and none that would end there later than everything could,
   and later than on an instance that is full now: such a request rather waits for a place.
-- `required`: only the instance that has the request's state (a tool session), or none for now. `preferred`: the home
-  has no prefill; once it is gone the request goes where it ends first, as with `none`.
+- `required`: only the instance that has the request's state, or none for now. `preferred`: the home has no prefill; once
+  it is gone the request goes where it ends first, as with `none`.
 
 Groups are placed whole, longest first, each where it ends first; then single requests move from the instance that ends
 last to the one that ends first as long as both end earlier by it. So a group is cut only where that saves time.
@@ -32,8 +32,8 @@ import heapq
 import math
 from bisect import bisect_right, insort
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
-from typing import Iterable, Literal, Mapping, NamedTuple, Sequence
+from dataclasses import dataclass, field
+from typing import Iterable, Literal, NamedTuple, Sequence
 
 # A request changes instances if it ends earlier by this many times what the change costs: estimates err.
 PAYBACK = 2.0
@@ -167,19 +167,6 @@ def rebalance(instances: Iterable[Instance], *, move_s: float, most: int = 32) -
     movable = {name: [r for r in load.instance.running if r.affinity != "required"] for name, load in loads.items()}
     return [Move(request.sample, source, target, gain_s)
             for request, source, target, gain_s in _level(loads, movable, move_s, most)]
-
-
-def without_home(request: Request, successor: Mapping[str, str | None]) -> Request:
-    """The request after its home has gone. successor: gone instance -> the one that has its state now, or None.
-
-    A required home is bound anew with the state, or kept, and the request waits; a preferred one is forgotten.
-    """
-    if request.home not in successor:
-        return request
-    heir = successor[request.home]
-    if request.affinity == "required":
-        return request if heir is None else replace(request, home=heir)
-    return replace(request, home=heir, affinity=request.affinity if heir else "none")
 
 
 @dataclass

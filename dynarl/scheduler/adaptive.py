@@ -73,8 +73,6 @@ def decide(
     allocations: Callable[..., list[tuple[int, ...]]] = targets,
 ) -> Decision:
     """What to do now. since_move_s: seconds since the last move was done; allocations: which ones are compared."""
-    if situation.syncing:
-        return Decision({}, "Stay: weights are on their way, and nothing moves meanwhile.")
     pool = Pool(situation)
     if situation.live and not pool.now[situation.generator]:
         return _call_back(situation, pool)

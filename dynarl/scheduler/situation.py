@@ -29,7 +29,7 @@ class Situation:
     finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt; max_running: requests that
     one node decodes together; max_queued: beyond these it holds so many; kv_tokens: what all of them may take there
     (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
-    the others; syncing: weights are on their way.
+    the others.
     """
 
     roles: Mapping[str, str | None]
@@ -47,7 +47,6 @@ class Situation:
     kv_tokens: float | None = None
     units: Mapping[str, int] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()
-    syncing: bool = False
 
     @property
     def components(self) -> tuple[str, ...]:

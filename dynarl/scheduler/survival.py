@@ -65,12 +65,6 @@ class Survival:
         now = self.above[at]
         return np.divide(self._rest[at], now, out=np.zeros(np.shape(at)), where=now > 0)
 
-    def quantile(self, share: float, tokens_so_far: int = 0) -> int:
-        """Fewest further tokens by which `share` of the answers with so many tokens have ended."""
-        at = min(tokens_so_far, self.max_tokens)
-        ended = self.above[at:] <= (1.0 - share) * self.above[at] + 1e-12
-        return int(np.argmax(ended))
-
     def expected_max_remaining(self, tokens_so_far: Sequence[int]) -> float:
         """Mean number of further tokens until the last of these answers ends: integral of 1 - prod(1 - S(t+x)/S(t)).
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from routing_replay import Replay, long_tailed
 
-from dynarl.dataflow.routing import PAYBACK, Instance, Request, rebalance, route, without_home
+from dynarl.dataflow.routing import PAYBACK, Instance, Request, rebalance, route
 
 
 def request(sample: str, remaining: float = 100, prefix: float = 10, home: str | None = None, affinity: str | None = None) -> Request:
@@ -131,21 +131,12 @@ def test_a_required_home_is_taken_however_busy_and_waited_for_when_full():
     assert route([state, request("1:0:1")], [full, Instance("n2", 8)]) == ({"n2": ["1:0:1"]}, ["1:0:0"])
 
 
-def test_when_its_home_is_gone_a_required_request_is_bound_anew_with_its_state_or_waits():
+def test_when_its_home_is_gone_a_required_request_waits_and_a_preferred_one_goes_to_the_least_loaded():
     """Edge case: affinity after the owner is gone."""
-    state = request("1:0:0", home="n1", affinity="required")
-    instances = [Instance("n2", 8), Instance("n3", 8)]
-    moved = without_home(state, {"n1": "n3"})
-    assert route([moved], instances).assigned == {"n3": ["1:0:0"]}
-    lost = without_home(state, {"n1": None})
-    assert route([lost], instances) == ({}, ["1:0:0"])
-    assert without_home(state, {"n9": "n3"}) is state
-
-
-def test_when_its_home_is_gone_a_preferred_request_goes_to_the_least_loaded():
-    prefix = without_home(request("1:0:0", prefix=500, home="n1"), {"n1": None})
-    assert (prefix.home, prefix.affinity) == (None, "none")
-    assert route([prefix], [Instance("n2", 8, group(9, 2), prefill_s=1.0), Instance("n3", 8, prefill_s=1.0)]).assigned == {"n3": ["1:0:0"]}
+    instances = [Instance("n2", 8, group(9, 2), prefill_s=1.0), Instance("n3", 8, prefill_s=1.0)]
+    assert route([request("1:0:0", home="n1", affinity="required")], instances) == ({}, ["1:0:0"])
+    prefix = request("1:0:0", prefix=500, home="n1", affinity="preferred")
+    assert route([prefix], instances).assigned == {"n3": ["1:0:0"]}
 
 
 # --- capacity and stragglers

@@ -195,11 +195,6 @@ def test_nobody_leaves_before_a_complete_group_waits():
     assert len(ask(one).moves) <= 1
 
 
-def test_nothing_moves_while_weights_are_on_their_way():
-    situation = replace(seen(6, to_score=24), syncing=True)
-    assert ask(situation).moves == {} and "weights" in ask(situation).reason
-
-
 def test_nothing_moves_within_the_dwell_time():
     situation = seen(6, to_score=24)
     assert ask(situation, since_move_s=0.05).moves == {}

@@ -49,12 +49,6 @@ def test_the_last_of_many_is_expected_later_than_the_last_of_few():
     assert survival.expected_max_remaining([]) == 0.0
 
 
-def test_quantiles_are_of_what_remains():
-    survival = fit([10, 20, 30, 40], [], max_tokens=50, tail_at_risk=0)
-    assert [survival.quantile(q) for q in (0.25, 0.5, 1.0)] == [10, 20, 40]
-    assert survival.quantile(0.5, tokens_so_far=20) == 10
-
-
 def test_former_iterations_count_less():
     memory = Lengths(100)
     for _ in range(100):
