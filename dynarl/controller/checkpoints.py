@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,7 @@ class Checkpoints:
         self._writing = asyncio.ensure_future(self._write(path, json.dumps(vars(self._job.progress))))
 
     async def _write(self, path: Path, progress: str) -> None:
-        job, began = self._job, time.monotonic()
+        job, began = self._job, self._job.clock()
         await asyncio.to_thread(copy_small_files, job.model_dir, path / "model")
         write_durably(path / "progress.json", progress.encode())
         await job.trainer.saved()
@@ -57,7 +56,7 @@ class Checkpoints:
             "checkpoint_saved", iteration=rundir.checkpoint_iteration(path), path=str(path), durable=True
         )
         rundir.prune_checkpoints(job.run_dir, job.config.checkpoint.keep)
-        log.info("checkpoint %s written in %.2f s", path.name, time.monotonic() - began)
+        log.info("checkpoint %s written in %.2f s", path.name, job.clock() - began)
 
     async def written(self) -> None:
         """Wait for a checkpoint that is being written. Raises CallError, TimeoutError or OSError where that failed."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, AsyncIterator, Callable
@@ -133,25 +132,26 @@ class Epochs:
                 "version": weights.version, "digest": weights.digest}
         listed = [{"node": n, "source": self.roles[n], "target": r} for n, r in sorted(moves.items())]
         self._journal.append("epoch_proposed", epoch=self.epoch, moves=listed, reason=reason)
-        clock = _Clock(outcome.phases)
+        now = asyncio.get_running_loop().time
+        laps = _Laps(outcome.phases, now)
         quiesced = False
         try:
             answers = await self._ask(members, "prepare", plan=plan)
-            clock.lap("prepare_ms")
+            laps.lap("prepare_ms")
             if refusals := [a["reason"] for a in answers.values() if not a["ready"]]:
                 raise CallError("; ".join(refusals))
             self._check(await self._ask(members, "vote", epoch=self.epoch, limit_s=self._timeout_s), "before the move")
-            clock.lap("vote_ms")
-            stopped = time.monotonic()
+            laps.lap("vote_ms")
+            stopped = now()
             quiesced = True
             await self._quiesce(sorted(moves), outcome, on_quiesced)
-            clock.lap("drain_ms")
+            laps.lap("drain_ms")
             await self._ask(sorted(moves), "transfer", epoch=self.epoch)
-            clock.lap("transfer_ms")
+            laps.lap("transfer_ms")
             self._check(
                 await self._ask(members, "vote", epoch=self.epoch, limit_s=self._timeout_s), "after the transfer"
             )
-            clock.lap("verify_ms")
+            laps.lap("verify_ms")
         except (CallError, TimeoutError) as error:
             return await self._cancel(outcome, members, str(error), quiesced)
         try:
@@ -160,8 +160,8 @@ class Epochs:
             # Some have changed by now, so there is no way back; and the others no longer know their role.
             raise StepLost(f"epoch {self.epoch} was agreed on, but not everybody heard of it: {error}") from None
         self.roles.update(moves)
-        clock.lap("commit_ms")
-        outcome.committed, outcome.pause_ms = True, 1e3 * (time.monotonic() - stopped)
+        laps.lap("commit_ms")
+        outcome.committed, outcome.pause_ms = True, 1e3 * (now() - stopped)
         self._journal.append(
             "epoch_committed",
             epoch=self.epoch,
@@ -211,13 +211,13 @@ class Epochs:
         return outcome
 
 
-class _Clock:
+class _Laps:
     """Writes the milliseconds between laps into a dict."""
 
-    def __init__(self, into: dict[str, float]):
-        self._into, self._last = into, time.monotonic()
+    def __init__(self, into: dict[str, float], clock: Callable[[], float]):
+        self._into, self._clock, self._last = into, clock, clock()
 
     def lap(self, name: str) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._into[name] = round(1e3 * (now - self._last), 2)
         self._last = now

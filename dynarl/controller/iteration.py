@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Iterable
 
@@ -38,16 +37,16 @@ RETRY_PAUSE_S = 0.2
 @dataclass
 class Tally:
     """What an iteration adds up for its metrics. `score_stats` has the keys that the workers report (sums; `*_max`
-    maxima).
+    maxima). Times are the monitor's clock's.
     """
 
+    started: float
     score_stats: dict[str, float] = field(default_factory=dict)
     correct: int = 0
     timed_out: int = 0
     prompt_tokens: int = 0
     tool_calls: list[int] = field(default_factory=list)  # of each answer
     tool_seconds: float = 0.0
-    started: float = field(default_factory=time.monotonic)
     generated_at: float = 0.0
     scored_at: float = 0.0
     switches: list[Outcome] = field(default_factory=list)
@@ -75,6 +74,7 @@ class Iteration:
         self._may, self._down, self._train = may, down, train
         self._policy = policy or config.policy
         self._monitor = monitor or Monitor(config)
+        self._clock = self._monitor.clock
         self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
         self.requests = Requests(
             config, fleet, self.ledger, router or Router(config, self._monitor.lengths), split, temperature, self._at_work, self._spawn
@@ -84,7 +84,7 @@ class Iteration:
             for role in ("inference", "training")
         }, self._spawn)
         self._needs_scoring = scored_by_inference
-        self.tally = Tally()
+        self.tally = Tally(self._clock())
         self.training_weights = weights
         self._leaving: set[str] = set()
         self._changed = asyncio.Event()
@@ -98,7 +98,7 @@ class Iteration:
         self._masked: dict[str, int] = {}  # sample -> its tokens that tools wrote
         self._stats: dict[str, dict[str, float]] = {}
         self.num_flat_groups = 0
-        self._counted_at, self._counted_roles = time.monotonic(), dict(epochs.roles)
+        self._counted_at, self._counted_roles = self._clock(), dict(epochs.roles)
 
     # --- running
 
@@ -232,7 +232,7 @@ class Iteration:
             self._completed.append(full)
             self._settle(full)
         if not self.ledger.num_live:
-            self.tally.generated_at = time.monotonic()
+            self.tally.generated_at = self._clock()
         self._wake()
 
     def _settle(self, group: Group) -> None:
@@ -263,7 +263,7 @@ class Iteration:
         self.leases.done(lease)
         if self.ledger.scored(lease) is not None:
             self.tally.add(self.tally.score_stats, stats or {})
-            self.tally.scored_at = time.monotonic()
+            self.tally.scored_at = self._clock()
         self._wake()
 
     def event_trained(self, node: str, *, lease: int, stats: dict[str, float]) -> None:
@@ -300,14 +300,14 @@ class Iteration:
     # --- roles
 
     def _consider(self, to_train: list[Group]) -> None:
-        if self._change is not None or time.monotonic() - self._last_change < self._policy.dwell_s:
+        if self._change is not None or self._clock() - self._last_change < self._policy.dwell_s:
             return
         if not self._train or self._policy.name == "static":
             return
         if self._policy.name == "adaptive":
             moves = self._monitor.consult(
                 self._policy, self.ledger, self._epochs.roles, self._may, self._down, {g.name for g in to_train},
-                self._needs_scoring, self.leases.replicas, time.monotonic() - self._last_change)
+                self._needs_scoring, self.leases.replicas, self._clock() - self._last_change)
         else:
             moves = decide(self._policy, self.view(to_train))
         # A role without living workers on that node is no destination.
@@ -336,7 +336,7 @@ class Iteration:
 
     def count_node_seconds(self) -> None:
         """Add the time since the last call to the roles that the nodes have had since then."""
-        now = time.monotonic()
+        now = self._clock()
         for role in self._counted_roles.values():
             self.tally.node_seconds[role] = self.tally.node_seconds.get(role, 0.0) + now - self._counted_at
         self._counted_at, self._counted_roles = now, dict(self._epochs.roles)
@@ -362,7 +362,7 @@ class Iteration:
         finally:
             self.count_node_seconds()
             self._leaving -= set(moves)
-            self._last_change = time.monotonic()
+            self._last_change = self._clock()
             self._change = None
             self._wake()
 

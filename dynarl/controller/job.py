@@ -9,80 +9,47 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dynarl import rundir, wire
 from dynarl.config import degrees
 from dynarl.config.schema import Config
-from dynarl.controller import initial_model, metrics
+from dynarl.controller import initial_model
 from dynarl.controller.checkpoints import Checkpoints
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import AgentInfo, Fleet
-from dynarl.controller.iteration import Iteration
 from dynarl.controller.nodes import all_homes
 from dynarl.controller.recut import Recut
-from dynarl.controller.replicas import inside_nodes
-from dynarl.controller.router import Router
+from dynarl.controller.rounds import Progress, Rounds
 from dynarl.controller.staging import Staging
 from dynarl.controller.telemetry import Monitor
 from dynarl.controller.training import Trainer
 from dynarl.controller.transitions import Transitions
 from dynarl.controller.warm_start import WarmStart
 from dynarl.controller.workers import JobFailed, Workers
-from dynarl.dataflow.ledger import Group
 from dynarl.errors import ConfigError
 from dynarl.hypergraph.journal import Journal
 from dynarl.report.metrics import MetricsWriter
-from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities
 from dynarl.transport.planning import Request, describe
 from dynarl.vps.layout import Layout
 
 log = logging.getLogger(__name__)
 
-# A failed call comes before the report of the death that caused it.
-DEATH_NOTICE_S = 0.3
 
-
-@dataclass
-class Progress:
-    """How far the job is; what a checkpoint holds besides tensors. iteration: completed ones; step: optimizer steps in
-    them.
-    """
-
-    iteration: int = 0
-    step: int = 0
-    warm_start_done: bool = False
-    evaluated_start: bool = False
-    layout: str = ""  # that the trainer is in, as `tp=2,pp=1`, once it has changed
-
-
-class Job:
+class Job(Rounds):
     """The job in one step. `home`: {node: home role}; first_epoch: epochs and decisions have higher numbers."""
 
     def __init__(self, config: Config, run: Path, attempt: int, home: dict[str, str], fleet: Fleet, journal: Journal,
                  writer: MetricsWriter, resume_from: Path | None, first_epoch: int = 0):
-        self.config, self.run_dir, self.attempt = config, run, attempt
-        self._first_home = self.home = home
-        self.journal, self.writer = journal, writer
-        self.fleet, fleet.listener = fleet, self
-        self.progress = Progress()
-        self.weights = Weights(0, "")
-        self.may: dict[str, frozenset[str]] = {}
-        self.offers = self.may  # roles that a node may be given; without training where no replica fits
-        self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
+        super().__init__(config, home, fleet, journal, writer, Monitor(config, journal, first_epoch))
+        self.run_dir, self.attempt = run, attempt
+        self._first_home = home
         self._resume_from, self._first_epoch = resume_from, first_epoch
-        self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self.workers = Workers(self)
         self.staging, self.checkpoints, self._recut = Staging(self), Checkpoints(self), Recut(self)
-        self.monitor = Monitor(config, journal, first_epoch)
-        self.router = Router(config, self.monitor.lengths)
-        self.last_event = self.step_started = time.monotonic()
+        self.step_started = self.last_event
 
     # --- start
 
@@ -93,7 +60,7 @@ class Job:
         self.may = {node: frozenset().union(*(may[node] for may in homes)) for node in self.home}
         self._rewind(self._resume_from)
         argv = await self.fleet.launch(self.home)
-        self.step_started = time.monotonic()
+        self.step_started = self.clock()
         self.journal.append("step_launched", step=self.attempt, command=argv, nodes=sorted(self.home))
         self.epochs = Epochs(self.fleet, self.journal, self.home, config.policy.vote_timeout_s, self._first_epoch,
                              config.failure.give_back_s)
@@ -216,109 +183,6 @@ class Job:
         self.progress.evaluated_start = True
         await self.fleet.call_each(self.home, "forget", iteration=0)
 
-    def settle(self) -> None:
-        """Home roles, and the roles that nodes are given, follow the trainer's layout: without training where none of
-        its replicas fits."""
-        self.home = self.epochs.home = self.trainer.home
-        lent = {node for replica in self.trainer.replicas for node in replica.nodes}
-        self.offers = {
-            node: may if node in lent else may - {"training"}
-            for node, may in capabilities(self.config.policy, self.home).items()
-        }
-
-    def _new_iteration(self, samples: list[str], **options: Any) -> Iteration:
-        replicas = {
-            "training": self.trainer.replicas,
-            "inference": inside_nodes(self.may, self.config.cluster.devices_per_node, self.config.training.tp),
-        }
-        return Iteration(
-            self.config, self.fleet, self.epochs, self.weights, self.offers, self.workers.down, samples,
-            replicas=replicas, router=self.router, monitor=self.monitor, **options
-        )
-
-    async def iterate(self, number: int, *, samples: list[str] | None = None) -> None:
-        """One GRPO iteration: generate, score, train, step, give everybody the new weights."""
-        algorithm, began = self.config.algorithm, time.monotonic()
-        samples = samples or self.draw(number)
-        scored = any("inference" in may for may in self.may.values())
-        roles = self.monitor.start_roles(
-            self.config.policy, self.home, self.offers, algorithm.prompts_per_step, algorithm.group_size, scored)
-        await self.enter(roles, f"iteration {number} begins")
-        self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
-        self.monitor.begin(number)
-        self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
-        stepped = []
-        for index in range(algorithm.minibatches):
-            await self.trainer.begin(self.progress.step + 1, "grpo", self.away())
-            await run.accumulate(index)
-            if index + 1 == algorithm.minibatches:
-                self.monitor.conclude()
-            batch = await run.awake(index, self.trainer.owner_nodes)
-            stepped.append(await self._step(number, run, batch))
-            if index + 1 < algorithm.minibatches:
-                # Inference still scores with the weights that generated.
-                await self.staging.refresh_trainers(
-                    [n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version
-                )
-                run.training_weights = self.weights
-        ended = time.monotonic()
-        self.progress.iteration = number
-        await self.staging.everywhere()
-        self.stage = None
-        await self.fleet.call_each(self.home, "forget", iteration=number)
-        self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
-
-    def away(self) -> frozenset[str]:
-        """Nodes whose training workers are not there now."""
-        return frozenset(node for node, role in self.workers.down if role == "training")
-
-    def draw(self, number: int) -> list[str]:
-        """Sample ids of an iteration: the next prompts of the training split, each `group_size` times."""
-        algorithm = self.config.algorithm
-        first = (number - 1) * algorithm.prompts_per_step
-        return [wire.sample_id(number, (first + p) % self.config.task.train_size, member)
-                for p in range(algorithm.prompts_per_step) for member in range(algorithm.group_size)]
-
-    async def _step(self, number: int, run: Iteration, batch: list[Group]) -> dict[str, float]:
-        contributors = {group.node for group in batch}
-        tokens = run.counted_tokens(batch)
-        began = time.monotonic()
-        async with self.critical:
-            try:
-                # Before the step: from here on a borrowed worker that dies takes nothing back that was summed.
-                samples = run.ledger.trained(batch)
-            except ValueError as error:  # it died while this waited for its turn
-                raise wire.CallError(str(error)) from None
-            lr = warmed_up_lr(self.config.training.lr, self.progress.step, self.config.training.lr_warmup_steps)
-            if tokens:
-                stepped = await self.trainer.step(contributors, tokens, lr)
-            else:
-                log.warning("iteration %d: no token counts (all answers are masked); the weights stay", number)
-                stepped = {"grad_norm": 0.0, "lr": lr}
-            self.progress.step += 1
-            stats = run.stats()
-            self.journal.append(
-                "step_committed",
-                iteration=number,
-                step=self.progress.step,
-                samples=samples,
-                loss=stats.get("loss", math.nan) / max(tokens, 1),
-                grad_norm=stepped["grad_norm"],
-                tokens=tokens,
-                stages=run.stage_ends(),
-                durable=True,
-            )
-        self.last_event = time.monotonic()
-        return {**stepped, "version": self.progress.step, "tokens": tokens, "seconds": time.monotonic() - began}
-
-    # --- weights and roles
-
-    async def wake_owners(self, joining: Iterable[str] = ()) -> None:
-        """The devices of the trainer, and of nodes that join it, belong to it; they may have had another role."""
-        wanted = [*self.trainer.owner_nodes, *joining]
-        if asleep := [n for n in wanted if self.epochs.roles[n] != "training"]:
-            await self.enter(dict.fromkeys(asleep, "training"), "the trainer's state is needed")
-
     def transition(self, destination: Layout, kinds: list[str]) -> Request:
         """From the trainer's layout to another one."""
         model = json.loads((self.model_dir / "config.json").read_text())
@@ -332,49 +196,10 @@ class Job:
             devices_per_node=self.trainer.places.devices_per_node,
         )
 
-    async def enter(self, roles: dict[str, str], reason: str) -> None:
-        """Change to these roles, all on the newest weights. A worker that dies on the way is waited for."""
-        for last_try in (False, False, True):
-            await self.workers.settled()
-            try:
-                outcome = await self.epochs.change(roles, self.weights, reason)
-                if not outcome.committed:
-                    raise wire.CallError(f"{reason}: roles could not be changed: {outcome.reason}")
-                await self.fleet.call_each(self.home, "refresh", version=self.weights.version)
-                return
-            except wire.CallError as error:
-                if last_try:
-                    raise
-                log.warning("%s; trying again", error)
-                await asyncio.sleep(DEATH_NOTICE_S)
-
     # --- events
 
     def event_agent_up(self, agent: AgentInfo) -> None:
         self.journal.append("agent_up", node=agent.node, rank=agent.rank, home=agent.home, mpi=agent.mpi_library)
-
-    def event_finished(self, node: str, **data: Any) -> None:
-        self.last_event = time.monotonic()
-        if self.stage is not None:
-            self.stage.event_finished(node, **data)
-
-    def event_scored(self, node: str, **data: Any) -> None:
-        self.last_event = time.monotonic()
-        if self.stage is not None:
-            self.stage.event_scored(node, **data)
-
-    def event_trained(self, node: str, *, lease: int, **data: Any) -> None:
-        self.last_event = time.monotonic()
-        if self.stage is not None:
-            self.stage.event_trained(node, lease=lease, **data)
-
-    def event_worker_died(self, node: str, **death: Any) -> None:
-        self.workers.died(node, **death)
-
-    def event_figures(self, node: str, **data: Any) -> None:
-        self.last_event = time.monotonic()
-        self.router.figures(node, asyncio.get_running_loop().time(), **data)
-        self.monitor.figures(node, **data)
 
     async def fault(self) -> None:
         """Raises the first fault that ends the body."""
@@ -383,7 +208,7 @@ class Job:
     async def silence(self) -> None:
         """Raises when nothing has moved for failure.no_progress_s."""
         limit = self.config.failure.no_progress_s
-        while (quiet := time.monotonic() - self.last_event) < limit:
+        while (quiet := self.clock() - self.last_event) < limit:
             await asyncio.sleep(min(5.0, limit - quiet + 0.1))
         raise JobFailed(f"nothing has moved for {quiet:.0f} s (failure.no_progress_s); the logs of the workers are in "
                         f"{rundir.logs(self.run_dir, self.attempt)}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -69,17 +68,17 @@ class Recut:
         return layout if layout != self._job.trainer.layout else None
 
     async def _change(self, number: int, layout: TrainLayout) -> None:
-        job, began = self._job, time.monotonic()
+        job, began = self._job, self._job.clock()
         text = str(degrees.at(job.config.training, number))
         phases: dict[str, float] = {}
         job.journal.append("layout_proposed", iteration=number, layout=text)
         try:
             await job.wake_owners(node for node, _ in job.trainer.places_of(layout))
             num_bytes = await self._ready(layout)
-            phases["prepare_ms"] = 1e3 * (time.monotonic() - began)
-            stopped = time.monotonic()
+            phases["prepare_ms"] = 1e3 * (job.clock() - began)
+            stopped = job.clock()
             await job.trainer.reserve()
-            phases["allocate_ms"] = 1e3 * (time.monotonic() - stopped)
+            phases["allocate_ms"] = 1e3 * (job.clock() - stopped)
             moved = await self._move(layout)
         except (CallError, TimeoutError) as error:
             await self._stay(number, error)
@@ -97,9 +96,9 @@ class Recut:
             job.progress.layout = text
         job.journal.append(
             "layout_committed", iteration=number, layout=text, phases=phases | moved.phases, bytes=moved.num_bytes,
-            bytes_reserved=num_bytes, home=job.home, pause_ms=1e3 * (time.monotonic() - stopped), durable=True,
+            bytes_reserved=num_bytes, home=job.home, pause_ms=1e3 * (job.clock() - stopped), durable=True,
         )
-        log.info("the trainer is in layout %s after %.0f ms", text, 1e3 * (time.monotonic() - began))
+        log.info("the trainer is in layout %s after %.0f ms", text, 1e3 * (job.clock() - began))
 
     async def _ready(self, layout: TrainLayout) -> int:
         """Groups, empty models and the plan are there. Returns the most bytes that a worker will need."""
@@ -126,9 +125,9 @@ class Recut:
         return self._job.config.training.moved_by == "torch"
 
     async def _move_by_torch(self) -> Moved:
-        trainer, began = self._job.trainer, time.monotonic()
+        trainer, began = self._job.trainer, self._job.clock()
         num_bytes = await trainer.transfer(TIMEOUT_S)
-        phases = {"run_ms": 1e3 * (time.monotonic() - began)}
+        phases = {"run_ms": 1e3 * (self._job.clock() - began)}
         return Moved("", phases, num_bytes, {"": await trainer.digests()})
 
     async def _stay(self, number: int, error: Exception) -> None:

@@ -36,7 +36,9 @@ STAY_RECORD_S = 1.0
 
 
 class Monitor:
-    """Knowledge and record of the scheduler. `journal` None: nothing is recorded."""
+    """Knowledge and record of the scheduler. `journal` None: nothing is recorded. clock: seconds of the job, whose event
+    loop has the same; stopwatch: seconds that this process has worked, for what decisions take.
+    """
 
     def __init__(
         self,
@@ -44,8 +46,11 @@ class Monitor:
         journal: Journal | None = None,
         first_number: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        stopwatch: Callable[[], float] = time.perf_counter,
+        figures_gap_s: float = FIGURES_GAP_S,
     ):
-        self._config, self._journal, self._number, self._clock = config, journal, first_number, clock
+        self._config, self._journal, self._number, self.clock = config, journal, first_number, clock
+        self._stopwatch, self._figures_gap_s = stopwatch, figures_gap_s
         self._max_running = config.rollout.max_running * config.cluster.devices_per_node
         self._max_queued = config.rollout.max_queued * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
@@ -59,7 +64,7 @@ class Monitor:
 
     def begin(self, iteration: int) -> None:
         """Another iteration, on other weights."""
-        self.iteration, self._began = iteration, self._clock()
+        self.iteration, self._began = iteration, self.clock()
         self._workers.clear()
         self._partial.clear()
         self._leases.clear()
@@ -84,8 +89,8 @@ class Monitor:
         **_: Any,
     ) -> None:
         """Load of one rollout worker, a few times a second; lengths: tokens so far of (a sample of) its requests."""
-        now, last = self._clock(), self._workers[node].get(worker)
-        if last and last["running"] and running and tokens > last["tokens"] and now - last["at"] < FIGURES_GAP_S:
+        now, last = self.clock(), self._workers[node].get(worker)
+        if last and last["running"] and running and tokens > last["tokens"] and now - last["at"] < self._figures_gap_s:
             mean = 0.5 * (running + last["running"])
             step_s = (now - last["at"]) * mean / (tokens - last["tokens"])
             self.costs.step.observe(mean * self._config.cluster.devices_per_node, step_s)
@@ -108,14 +113,14 @@ class Monitor:
         self._partial[sample] = tokens
 
     def leased(self, lease: int, role: str, replica: Replica, tokens: float) -> None:
-        self._leases[lease] = (role, replica, tokens, self._clock())
+        self._leases[lease] = (role, replica, tokens, self.clock())
 
     def done(self, lease: int, replicas_beside: int) -> None:
         """A lease came back. replicas_beside: copies of the model on its node, which work at the same time."""
         if (entry := self._leases.pop(lease, None)) is None:
             return
         role, replica, tokens, since = entry
-        now = self._clock()
+        now = self.clock()
         # A second lease waits in the worker while it does the first.
         seconds = now - max(since, self._free_at.get(replica, 0.0))
         self._free_at[replica] = now
@@ -151,15 +156,15 @@ class Monitor:
         states = Counter(group.state for group in ledger.groups.values())
         # What cannot wait for the next look: a component ran out of work or got some, or nodes are others.
         state = (not ledger.num_live, not states["generated"], not states["scored"], *sorted(roles.items()))
-        now = self._clock()
+        now = self.clock()
         if now < self._look_at and state == self._state:
             return {}
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
-        began = time.perf_counter()
+        began = self._stopwatch()
         seen = self.situation(ledger, roles, may, wanted, needs_scoring, units)
         decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
-        seconds = time.perf_counter() - began
+        seconds = self._stopwatch() - began
         self._look_at, self._state = now + max(LOOK_S, seconds / DECISION_SHARE), state
         self._record(decision, now, seconds, seen)
         return decision.moves
@@ -197,7 +202,7 @@ class Monitor:
 
     def conclude(self) -> None:
         """The iteration's last gradient is there: how good were the forecasts of its moves?"""
-        now = self._clock()
+        now = self.clock()
         for number, at, decision, pauses in self._open:
             if math.isfinite(decision.finish_s):
                 self.costs.finish.add(decision.finish_s, now - at)
@@ -286,7 +291,7 @@ class Monitor:
         """Tokens so far of the `count` requests on a node, as far as its workers have told."""
         known = sorted(tokens for figures in self._workers[node].values() for tokens in figures["lengths"])
         if not known:
-            steps = (self._clock() - self._began) / self.costs.step.seconds(count)
+            steps = (self.clock() - self._began) / self.costs.step.seconds(count)
             return [min(int(steps), self.lengths.max_tokens - 1)] * count
         return [known[(2 * i + 1) * len(known) // (2 * count)] for i in range(count)]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +60,12 @@ class Transitions:
         are the destination. Raises CallError or TimeoutError; then everything new has been dropped."""
         async with self._turn:
             phases: dict[str, float] = {}
-            last = time.monotonic()
+            clock = asyncio.get_running_loop().time
+            last = clock()
 
             def lap(name: str) -> None:
                 nonlocal last
-                now = time.monotonic()
+                now = clock()
                 phases[name], last = round(1e3 * (now - last), 2), now
 
             try:

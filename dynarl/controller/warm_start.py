@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from typing import TYPE_CHECKING, Any, Iterable
 
 from dynarl.controller.replicas import Replica
@@ -36,7 +35,7 @@ class WarmStart:
         alone = set(nodes) <= set(job.trainer.owner_nodes)
         loss, drawn = math.nan, self._draw(replicas, 0)
         for step in range(config.steps):
-            began = time.monotonic()
+            began = job.clock()
             await job.trainer.begin(step, "sft")
             batches, drawn = await drawn, self._draw(replicas, step + 1)
             stats = await asyncio.gather(*(self._train(replica, step * len(replicas) + i, batch)
@@ -52,10 +51,10 @@ class WarmStart:
                 {
                     "warm_start/loss": loss,
                     "warm_start/step": step + 1,
-                    "timing_s/warm_start_step": time.monotonic() - began,
+                    "timing_s/warm_start_step": job.clock() - began,
                 },
             )
-            job.last_event = time.monotonic()
+            job.last_event = job.clock()
         await drawn
         return loss
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +46,7 @@ class Workers:
         self._restarts = 0
         self._deaths: Counter[tuple[str, str]] = Counter()
         self._reviving: set[asyncio.Task] = set()
+        self._worlds = itertools.count(1)
 
     async def start_all(self) -> None:
         """All roles that each node may take, and its environment."""
@@ -162,7 +163,7 @@ class Workers:
         for first in range(0, self._job.config.cluster.devices_per_node, width):
             host = self._job.fleet.agents[node].host
             store = await self._job.fleet.worker(node, "inference", first, "serve_store", host=host)
-            world = f"inference-{node}-{first}-{time.monotonic_ns()}"
+            world = f"inference-{node}-{first}-{next(self._worlds)}"
             await asyncio.gather(
                 *(
                     self._job.fleet.worker(
