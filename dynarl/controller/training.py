@@ -46,7 +46,7 @@ class Trainer:
         self.leader: Place = (next(node for node in home if home[node] == "training"), 0)
         self._sometimes = {n for each in all_homes(config, home) for n, role in each.items() if role == "training"}
         self._generation = itertools.count(1)
-        self._joined: list[Place] = []
+        self.joined: list[Place] = []
         self._store = ""
         self._next: TrainLayout | None = None  # that is being prepared
         self._set_layout(self.layout_of(degrees))
@@ -181,7 +181,7 @@ class Trainer:
         places = [p for p in self.everyone if p[0] not in without]
         await asyncio.gather(*(self._on(p, "join_reduction", store=self._store, name=name, rank=rank, size=len(places))
                                for rank, p in enumerate(places)))
-        self._joined = places
+        self.joined = places
 
     async def begin(self, step: int, loss: str, without: frozenset[str] = frozenset()) -> None:
         """Zero gradients everywhere."""
@@ -196,7 +196,7 @@ class Trainer:
         trees = self.trees([r for r in self.borrowed_replicas if contributors.issuperset(r.nodes)])
         members = {rank for tree in trees for rank in tree}
         if trees:
-            await asyncio.gather(*(self._on(self._joined[rank], "reduce", members=trees) for rank in sorted(members)))
+            await asyncio.gather(*(self._on(self.joined[rank], "reduce", members=trees) for rank in sorted(members)))
         answers = await asyncio.gather(*(self._on(p, "step", global_tokens=global_tokens, lr=lr) for p in self.owners))
         return answers[0]
 
@@ -207,7 +207,7 @@ class Trainer:
         for index, owner in enumerate(self.replicas[: self.num_owner_replicas]):
             helpers = borrowed[index :: self.num_owner_replicas]
             for position, place in enumerate(owner.places) if helpers else ():
-                trees.append([self._joined.index(p) for p in (place, *(r.places[position] for r in helpers))])
+                trees.append([self.joined.index(p) for p in (place, *(r.places[position] for r in helpers))])
         return trees
 
     # --- from one layout to the next
