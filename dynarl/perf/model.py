@@ -35,10 +35,15 @@ class ModelCost:
     num_params: int
     table_params: int
     expert_params: int  # of all experts, shared ones not counted
-    expert_share: float  # of them that a token goes through
+    experts: int
+    experts_per_token: int
+    moe_layers: int
     kv_per_token: int  # numbers
     shared_kv: bool  # one latent vector for all heads: no cut by tensor parallelism
     attention_width: int  # heads * (dimensions of a score + those of a value) / 2
+    ffn_width: float  # rows of the feed-forward layers that a token goes through, on average over the layers
+    gated: bool  # a feed-forward layer multiplies two halves of that width
+    vocab: int
     dtype_bytes: int = 2
 
     @classmethod
@@ -68,7 +73,9 @@ class ModelCost:
             num_params=model.parameters,
             table_params=tables,
             expert_params=expert_params,
-            expert_share=chosen / model.experts if model.experts else 0.0,
+            experts=model.experts,
+            experts_per_token=chosen if model.experts else 0,
+            moe_layers=len(model.moe_layers),
             kv_per_token=model.layers * (
                 latent.kv_rank + latent.rope_dim if latent else 2 * model.groups * model.head_dim
             ),
@@ -76,8 +83,16 @@ class ModelCost:
             attention_width=model.heads * (
                 (latent.nope_dim + latent.rope_dim + latent.value_dim) // 2 if latent else model.head_dim
             ),
+            ffn_width=_ffn_width(model, chosen or 0),
+            gated=model.gated,
+            vocab=model.vocab,
             dtype_bytes=ITEMSIZE[model.dtype],
         )
+
+    @property
+    def expert_share(self) -> float:
+        """Of the experts that one token goes through."""
+        return self.experts_per_token / self.experts if self.experts else 0.0
 
     @property
     def active_params(self) -> int:
@@ -115,9 +130,23 @@ class ModelCost:
         """Of a token's forward pass behind `context` others."""
         return 2 * self.active_params + self.flops_per_pair * context
 
+    @property
+    def activation_numbers(self) -> float:
+        """That one token leaves in a layer for the way back, where nothing is computed again: the inputs of norms and of
+        products, queries, keys, values, the attention's output, and what the feed-forward layer multiplies.
+        """
+        attention = 2 * self.attention_width + self.kv_per_token / self.layers
+        return 4 * self.hidden + attention + (3 if self.gated else 2) * self.ffn_width
+
     def check_tensor_parallel(self, tp: int) -> None:
         """Raises ConfigError where `tp` does not cut the heads evenly; key/value heads may be copied."""
         if tp < 1 or self.heads % tp or (self.groups % tp and tp % self.groups):
             raise ConfigError(
                 f"{self.name}: tp={tp} does not cut {self.heads} heads and {self.groups} key/value heads evenly"
             )
+
+
+def _ffn_width(model: ModelSpec, experts_per_token: int) -> float:
+    routed = experts_per_token * model.expert_ffn + model.shared_ffn
+    moe = len(model.moe_layers)
+    return (moe * routed + (model.layers - moe) * model.ffn) / model.layers

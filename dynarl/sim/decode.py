@@ -353,6 +353,7 @@ class DecodeEngine:
         tokens = pairs = 0
         while self._queued and len(self._running) < self._max_running:
             one = self._next_in_rank()
+            self._admissions += 1
             blocks = self._blocks_of(one.context)
             held = self._cached(one)
             new = one.context - held
@@ -371,7 +372,6 @@ class DecodeEngine:
 
     def _take(self, one: _Sequence, blocks: int) -> None:
         self._wait_no_more(one)
-        self._admissions += 1
         one.step = self._step
         one.finish_step = self._step + one.turn_end - one.done
         self._running[one.number] = one

@@ -8,8 +8,8 @@ Lengths are drawn, or read from a recorded trace. Drawn ones, of the tokens that
     drift   the median grows by `drift` with every step: a policy learns to think longer
 
 Answers with tools have turns: after each but the last the answer waits `tool_ns` for a tool, whose result adds
-`tool_tokens`. The length above is that of all turns together; a later turn's share is `later_turn_share` of the one
-before it.
+`tool_tokens`. The length above is that of all turns together; each turn is about `later_turn_share` of the one before it.
+The cap is on everything, results of tools included.
 
 The same seed gives the same requests on any machine. Uniform numbers are the bits of PCG64, which numpy keeps stable.
 The C library's exp and log, and numpy's own, may differ in the last bit from one CPU to the next, and rounding to whole
@@ -185,7 +185,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         responses = self.response.draw(random, groups, members, step)
         turns = [[(Turn(tokens),) for tokens in row] for row in responses.tolist()]
         if self.tools is not None:
-            turns = _with_tools(self.tools, random, responses, step)
+            turns = _with_tools(self.tools, random, responses, step, self.response.cap)
         return [
             SimRequest(f"{step}:{group}:{member}", prompts[group], turns[group][member])
             for group in range(groups)
@@ -193,7 +193,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ]
 
 
-def _with_tools(tools: Tools, random: Random, responses: np.ndarray, step: int) -> list[list[tuple[Turn, ...]]]:
+def _with_tools(
+    tools: Tools, random: Random, responses: np.ndarray, step: int, cap: int
+) -> list[list[tuple[Turn, ...]]]:
     """Turns of every answer, by group and member. Every turn decodes at least a token."""
     groups, members = responses.shape
     calls = np.minimum(tools.calls(random, responses.size), responses.ravel() - 1)
@@ -203,8 +205,25 @@ def _with_tools(tools: Tools, random: Random, responses: np.ndarray, step: int) 
     out = []
     for tokens, number in zip(responses.ravel().tolist(), calls.tolist()):
         parts = _split(tokens, number + 1, tools.later_turn_share)
-        out.append((*(Turn(part, next(seconds), next(results)) for part in parts[:-1]), Turn(parts[-1])))
+        turns = [Turn(part, next(seconds), next(results)) for part in parts[:-1]]
+        out.append(_cut((*turns, Turn(parts[-1])), cap))
     return [out[group * members : (group + 1) * members] for group in range(groups)]
+
+
+def _cut(turns: tuple[Turn, ...], cap: int) -> tuple[Turn, ...]:
+    """An answer ends at `cap` tokens, results of tools included.
+
+    >>> _cut((Turn(50, 1000, 30), Turn(50)), 100)
+    (Turn(decode_tokens=50, tool_ns=1000, tool_tokens=30), Turn(decode_tokens=20, tool_ns=0, tool_tokens=0))
+    """
+    start = 0
+    for index, turn in enumerate(turns):
+        end = start + turn.decode_tokens + turn.tool_tokens
+        # The result must leave room for a token behind it.
+        if end >= cap and index + 1 < len(turns) or end > cap:
+            return (*turns[:index], Turn(min(turn.decode_tokens, cap - start)))
+        start = end
+    return turns
 
 
 def _split(tokens: int, parts: int, ratio: float) -> list[int]:
