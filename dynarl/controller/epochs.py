@@ -60,6 +60,7 @@ class Epochs:
         self.home, self._timeout_s, self._give_back_s = home, vote_timeout_s, give_back_s
         self._in_transit = False
         self.roles = dict(home)
+        self.num_changes = 0  # of `roles`
         self.epoch = first_epoch
         self._turn = asyncio.Lock()
         self._refused: tuple[Any, ...] = ()  # moves and reasons of the last refusal
@@ -70,6 +71,7 @@ class Epochs:
         """
         async with self._turn:
             self.roles = dict(self.home)
+            self.num_changes += 1
             self._journal.append(
                 "epoch_committed", epoch=self.epoch, roles=self.roles, moves=[], phases={}, pause_ms=0.0
             )
@@ -160,6 +162,7 @@ class Epochs:
             # Some have changed by now, so there is no way back; and the others no longer know their role.
             raise StepLost(f"epoch {self.epoch} was agreed on, but not everybody heard of it: {error}") from None
         self.roles.update(moves)
+        self.num_changes += 1
         laps.lap("commit_ms")
         outcome.committed, outcome.pause_ms = True, 1e3 * (now() - stopped)
         self._journal.append(

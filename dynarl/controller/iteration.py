@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable, Iterable
+from typing import Any, Awaitable, Callable, Iterable, Iterator
 
 from dynarl import wire
 from dynarl.config.schema import Config, Policy
@@ -22,14 +22,16 @@ from dynarl.controller.requests import Requests
 from dynarl.controller.router import Router
 from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow.ledger import Group, Ledger
+from dynarl.dataflow.minibatches import Minibatch, Minibatches
 from dynarl.rl.advantages import group_advantages, is_flat
 from dynarl.rl.truncation import judge
 from dynarl.scheduler.policy import View, decide
 
 log = logging.getLogger(__name__)
 
-# How often the policy looks when nothing happens.
-TICK_S = 0.1
+# How often hand-outs and policy look when nothing happens, while something may change without being told: requests wait
+# for a place, workers are down; and while all that can happen is told.
+TICK_S, CALM_TICK_S = 0.1, 1.0
 # Before work that could not be handed out is offered again.
 RETRY_PAUSE_S = 0.2
 
@@ -62,20 +64,24 @@ class Iteration:
 
     may: roles each node can take; weights: the version that everything here is on; down: {(node, role)} without
     workers; replicas: role -> copies of its model (by default one per `training.tp` devices of each node); router: what
-    the job has learned of its requests.
+    the job has learned of its requests; lease_numbers: of a job whose leases must not be taken for another's.
     """
 
     def __init__(self, config: Config, fleet: Fleet, epochs: Epochs, weights: Weights, may: dict[str, frozenset[str]],
                  down: set[tuple[str, str]], samples: list[str], *, split: str = "train", temperature: float = 1.0,
                  train: bool = True, scored_by_inference: bool = True, policy: Policy | None = None,
                  replicas: dict[str, list[Replica]] | None = None, router: Router | None = None,
-                 monitor: Monitor | None = None):
+                 monitor: Monitor | None = None, lease_numbers: Iterator[int] = Ledger.LEASES):
         self._config, self._fleet, self._epochs, self.weights = config, fleet, epochs, weights
         self._may, self._down, self._train = may, down, train
         self._policy = policy or config.policy
         self._monitor = monitor or Monitor(config)
         self._clock = self._monitor.clock
-        self.ledger = Ledger(samples, scored_by_inference=scored_by_inference)
+        self.ledger = Ledger(samples, scored_by_inference=scored_by_inference, leases=lease_numbers)
+        algorithm = config.algorithm
+        self._minibatches = Minibatches(
+            list(self.ledger.groups.values()), algorithm.minibatches, algorithm.membership == "completion"
+        )
         self.requests = Requests(
             config, fleet, self.ledger, router or Router(config, self._monitor.lengths), split, temperature, self._at_work, self._spawn
         )
@@ -87,6 +93,8 @@ class Iteration:
         self.tally = Tally(self._clock())
         self.training_weights = weights
         self._leaving: set[str] = set()
+        self._places: dict[str, list[str]] = {}  # what `_at_work` has found
+        self._places_state: tuple = ()  # of what it has found that
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._error: BaseException | None = None
@@ -104,46 +112,40 @@ class Iteration:
 
     async def generate(self) -> None:
         """Until every answer is finished."""
-        await self._until(lambda: all(g.state != "generating" for g in self.ledger.groups.values()), lambda: [])
-
-    def batch(self, index: int) -> list[Group]:
-        """Groups of a minibatch, by algorithm.membership; some may not be known before they are complete."""
-        algorithm = self._config.algorithm
-        groups = list(self.ledger.groups.values())
-        size = len(groups) // algorithm.minibatches
-        return (self._completed if algorithm.membership == "completion" else groups)[index * size:(index + 1) * size]
+        await self._until(lambda: not self.ledger.num_in_state("generating"), Minibatch(0))
 
     async def accumulate(self, index: int) -> list[Group]:
         """Until the gradients of a minibatch are in the trainers' buffers. Returns its groups."""
-        await self._until(lambda: self._is_accumulated(index), lambda: self.batch(index))
-        return self.batch(index)
+        batch = self._minibatches[index]
+        await self._until(lambda: self._is_accumulated(index), batch)
+        return batch.groups
 
     async def awake(self, index: int, owners: Iterable[str]) -> list[Group]:
         """Until those that a step on this minibatch needs are in the training role: `owners`, and whoever holds
         gradients. What dies with a worker meanwhile is accumulated again. Returns the groups."""
+        batch = self._minibatches[index]
 
         def asleep() -> dict[str, str]:
             if not self._is_accumulated(index):
                 return {}
-            needed = {*owners, *(group.node for group in self.batch(index))}
+            needed = {*owners, *(group.node for group in batch.groups)}
             return {node: "training" for node in sorted(needed) if self._epochs.roles[node] != "training"}
 
-        await self._until(
-            lambda: self._is_accumulated(index) and not asleep(), lambda: self.batch(index), asleep)
-        return self.batch(index)
+        await self._until(lambda: self._is_accumulated(index) and not asleep(), batch, asleep)
+        return batch.groups
 
     def _is_accumulated(self, index: int) -> bool:
-        batch, size = self.batch(index), len(self.ledger.groups) // self._config.algorithm.minibatches
-        return len(batch) == size and all(g.state in ("accumulated", "trained") for g in batch)
+        batch = self._minibatches[index]
+        # First what is counted already: minibatches are trained one after another.
+        return self.ledger.num_in_state("accumulated", "trained") >= (index + 1) * batch.size and batch.is_accumulated
 
-    async def _until(self, reached: Callable[[], bool], batch: Callable[[], list[Group]],
+    async def _until(self, reached: Callable[[], bool], to_train: Minibatch,
                      needed: Callable[[], dict[str, str]] = lambda: {}) -> None:
         """Hand out and move nodes until `reached`. needed: moves that it takes, whatever the policy wants."""
         try:
             while not (reached() and self._change is None):
                 if self._error is not None:
                     raise self._error
-                to_train = batch()
                 self._hand_out(to_train)
                 if (moves := needed()) and self._change is None and self._is_possible(moves):
                     self._begin(moves)
@@ -151,7 +153,7 @@ class Iteration:
                 self._changed.clear()
                 try:
                     # Not wait_for: Python 3.11's swallows a cancellation that comes together with the event.
-                    async with asyncio.timeout(TICK_S):
+                    async with asyncio.timeout(self._pause_s()):
                         await self._changed.wait()
                 except TimeoutError:
                     pass
@@ -161,6 +163,15 @@ class Iteration:
         finally:
             for task in self._tasks if not reached() else ():
                 task.cancel()
+
+    def _pause_s(self) -> float:
+        """How long to wait when nothing happens."""
+        if self.ledger.num_waiting or self._down or self._change is not None:
+            return TICK_S
+        now, due = self._clock(), [self.requests.rebalance_at]
+        if self._policy.name != "static":
+            due += [self._last_change + self._policy.dwell_s, self._monitor.look_at]
+        return max(TICK_S, min([CALM_TICK_S, *(at - now for at in due if at > now)]))
 
     def _wake(self) -> None:
         self._changed.set()
@@ -191,20 +202,25 @@ class Iteration:
 
     def _at_work(self, role: str) -> list[str]:
         """Nodes that take work of `role` now."""
-        away = self._leaving | {n for n, r in self._down if r == role}
-        return [n for n, r in self._epochs.roles.items() if r == role and n not in away]
+        state = self._epochs.num_changes, frozenset(self._leaving), frozenset(self._down)
+        if state != self._places_state:
+            self._places_state, self._places = state, {}
+        if role not in self._places:
+            away = self._leaving | {n for n, r in self._down if r == role}
+            self._places[role] = [n for n, r in self._epochs.roles.items() if r == role and n not in away]
+        return self._places[role]
 
     # --- handing out
 
-    def _hand_out(self, to_train: list[Group]) -> None:
+    def _hand_out(self, to_train: Minibatch) -> None:
         self.requests.hand_out(rebalance=self._policy.rebalance and self._change is None)
-        if self._needs_scoring and self._train:
-            at_work = set(self._at_work("inference"))
-            self.leases.hand_out("inference", self.ledger.in_state("generated"), at_work, lambda sample: {})
-        if self._train:
-            wanted = {g.name for g in to_train}
-            scored = [g for g in self.ledger.in_state("scored") if g.name in wanted]
-            self.leases.hand_out("training", scored, set(self._at_work("training")), self._of_sample)
+        if not self._train:
+            return
+        if self._needs_scoring and self.ledger.num_in_state("generated"):
+            self.leases.hand_out("inference", self.ledger.in_state("generated"), self._at_work("inference"), lambda sample: {})
+        if self.ledger.num_in_state("scored"):
+            scored = (g for g in self.ledger.in_state("scored") if g.name in to_train.names)
+            self.leases.hand_out("training", scored, self._at_work("training"), self._of_sample)
 
     def _of_sample(self, sample: str) -> dict[str, float]:
         advantage, weight = self._advantages[wire.group_of(sample)][sample]
@@ -230,6 +246,7 @@ class Iteration:
         self._masked[sample] = masked_tokens
         if full is not None:
             self._completed.append(full)
+            self._minibatches.completed(full)
             self._settle(full)
         if not self.ledger.num_live:
             self.tally.generated_at = self._clock()
@@ -299,14 +316,14 @@ class Iteration:
 
     # --- roles
 
-    def _consider(self, to_train: list[Group]) -> None:
+    def _consider(self, to_train: Minibatch) -> None:
         if self._change is not None or self._clock() - self._last_change < self._policy.dwell_s:
             return
         if not self._train or self._policy.name == "static":
             return
         if self._policy.name == "adaptive":
             moves = self._monitor.consult(
-                self._policy, self.ledger, self._epochs.roles, self._may, self._down, {g.name for g in to_train},
+                self._policy, self.ledger, self._epochs.roles, self._may, self._down, to_train.names,
                 self._needs_scoring, self.leases.replicas, self._clock() - self._last_change)
         else:
             moves = decide(self._policy, self.view(to_train))
@@ -324,15 +341,14 @@ class Iteration:
         generating = any(role == "rollout" and node not in moves for node, role in self._epochs.roles.items())
         return self._down.isdisjoint(moves.items()) and (generating or not self._num_to_generate())
 
-    def view(self, to_train: list[Group]) -> View:
-        count = lambda *states: len(self.ledger.in_state(*states))  # noqa: E731
-        wanted = {group.name for group in to_train}
+    def view(self, to_train: Minibatch) -> View:
+        count = self.ledger.num_in_state
         roles = {n: r for n, r in self._epochs.roles.items() if (n, r) not in self._down}
         return View(
             roles=roles, may=self._may, waiting=self.ledger.num_waiting, generating=count("generating"),
-            running={n: len(self.ledger.running_on(n)) for n, r in roles.items() if r == "rollout"},
+            running={n: self.ledger.num_running_on(n) for n, r in roles.items() if r == "rollout"},
             needs_scoring=self._needs_scoring, to_score=count("generated"), scoring=count("scoring"),
-            to_train=sum(g.name in wanted for g in self.ledger.in_state("scored")), training=count("training"))
+            to_train=sum(g.name in to_train.names for g in self.ledger.in_state("scored")), training=count("training"))
 
     def count_node_seconds(self) -> None:
         """Add the time since the last call to the roles that the nodes have had since then."""
@@ -344,7 +360,7 @@ class Iteration:
     async def _move(self, moves: dict[str, str]) -> None:
         try:
             reason = f"{self.ledger.num_live} requests live, " + ", ".join(
-                f"{len(self.ledger.in_state(s))} groups {s}" for s in ("generated", "scored", "accumulated"))
+                f"{self.ledger.num_in_state(s)} groups {s}" for s in ("generated", "scored", "accumulated"))
             # After the first minibatch trainers are ahead of the weights that generated and score.
             for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
                                   (self.weights, {n: r for n, r in moves.items() if r != "training"})):
@@ -370,8 +386,8 @@ class Iteration:
         """Requests that need a rollout node. One that a node has finished while it left is not among them, though its
         report is still on its way.
         """
-        at_work = {node for node, role in self._epochs.roles.items() if role == "rollout"}
-        return self.ledger.num_waiting + sum(node in at_work for node in self.ledger.running.values())
+        at_work = [node for node, role in self._epochs.roles.items() if role == "rollout"]
+        return self.ledger.num_waiting + sum(self.ledger.num_running_on(node) for node in at_work)
 
     def _take_back(self, outcome: Outcome) -> None:
         for node, given_up in outcome.given_up.items():

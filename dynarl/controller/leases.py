@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from typing import Any, Awaitable, Callable, Mapping
+from collections import Counter, defaultdict
+from typing import Any, Awaitable, Callable, Iterable, Mapping
 
 from dynarl import wire
 from dynarl.controller.fleet import Fleet
@@ -31,28 +31,47 @@ class Leases:
                  spawn: Callable[[Awaitable[Any], Callable[[], None]], None]):
         self._fleet, self._ledger, self._monitor, self.replicas, self._spawn = fleet, ledger, monitor, replicas, spawn
         self.at: dict[int, tuple[str, Replica]] = {}
+        self._held: Counter[tuple[str, Replica]] = Counter()
+        self._at_work: dict[str, tuple[list[str], list[Replica]]] = {}  # role -> nodes, and the replicas that these have
+        self._full: set[str] = set()  # roles whose replicas have all that they take
         self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
 
-    def hand_out(self, role: str, groups: list[Group], at_work: set[str], of_sample: Callable[[str], dict]) -> None:
-        """Give groups to the replicas with the fewest leases. at_work: nodes that take work of the role; of_sample:
-        what the workers are told of a sample besides its name and holder."""
-        slots = [
-            (sum(where == (role, r) for where in self.at.values()), r)
-            for r in self.replicas[role]
-            if at_work.issuperset(r.nodes)
-        ]
+    def hand_out(
+        self, role: str, groups: Iterable[Group], at_work: list[str], of_sample: Callable[[str], dict]
+    ) -> None:
+        """Give groups to the replicas with the fewest leases. at_work: nodes that take work of the role, the same list
+        as long as they do; of_sample: what the workers are told of a sample besides its name and holder."""
+        replicas = self._replicas_of(role, at_work)
+        if role in self._full:
+            return
         for group in groups:
-            slots.sort()
-            if not slots or slots[0][0] >= PER_REPLICA:
+            replica = min(replicas, key=lambda r: self._held[role, r], default=None)
+            if replica is None or self._held[role, replica] >= PER_REPLICA:
+                self._full.add(role)
                 return
-            held, replica = slots[0]
-            slots[0] = (held + 1, replica)
             lease = self._ledger.lease(group, replica.nodes[0])
             self.at[lease] = (role, replica)
+            self._held[role, replica] += 1
             self._monitor.leased(lease, role, replica, group.num_tokens)
             samples = [{"sample": s, "holder": group.holders[s], **of_sample(s)} for s in group.samples]
             self._spawn(self.send(METHODS[role], lease, replica, samples), lambda lease=lease: self.back(lease))
+
+    def _replicas_of(self, role: str, at_work: list[str]) -> list[Replica]:
+        nodes, replicas = self._at_work.get(role, (None, []))
+        if nodes is not at_work:
+            nodes = set(at_work)
+            replicas = sorted(replica for replica in self.replicas[role] if nodes.issuperset(replica.nodes))
+            self._at_work[role] = at_work, replicas
+            self._full.discard(role)
+        return replicas
+
+    def _take(self, lease: int) -> tuple[str, Replica] | None:
+        """Nobody has it any more."""
+        if (where := self.at.pop(lease, None)) is not None:
+            self._held[where] -= 1
+            self._full.discard(where[0])
+        return where
 
     async def send(self, method: str, lease: int, replica: Replica, samples: list[dict]) -> None:
         """Raises ReplicaTorn, or CallError when no node has got it."""
@@ -78,7 +97,7 @@ class Leases:
 
     def back(self, lease: int) -> None:
         """Not started; its group is offered again."""
-        self.at.pop(lease, None)
+        self._take(lease)
         self._parts.pop(lease, None)
         self._ledger.handed_back(lease)
 
@@ -95,11 +114,12 @@ class Leases:
 
     def done(self, lease: int) -> None:
         self._parts.pop(lease, None)
-        if (entry := self.at.pop(lease, None)) is not None:
+        if (entry := self._take(lease)) is not None:
             role, replica = entry
             self._monitor.done(lease, sum(other.nodes == replica.nodes for other in self.replicas[role]))
 
     def worker_lost(self, node: str) -> None:
         """The ledger has offered again what the worker held: those leases are void."""
         held = {group.lease for group in self._ledger.in_state("scoring", "training")}
-        self.at = {lease: where for lease, where in self.at.items() if node not in where[1].nodes or lease in held}
+        for lease in [lease for lease, where in self.at.items() if node in where[1].nodes and lease not in held]:
+            self._take(lease)

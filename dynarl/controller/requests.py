@@ -33,7 +33,7 @@ class Requests:
         self.lives: Counter[str] = Counter()
         self.num_moved = 0
         self._relocating: set[str] = set()  # nodes that are asked to give up some of their requests
-        self._rebalance_at = 0.0
+        self.rebalance_at = 0.0
 
     def hand_out(self, *, rebalance: bool) -> None:
         """Give waiting requests to nodes; when none waits, and if `rebalance`, move running ones between them."""
@@ -41,8 +41,8 @@ class Requests:
         if self._ledger.num_waiting:
             for node, samples in self.router.place(self._ledger, nodes, now).items():
                 self._send(node, samples)
-        elif rebalance and now >= self._rebalance_at:
-            self._rebalance_at = now + REBALANCE_S
+        elif rebalance and now >= self.rebalance_at:
+            self.rebalance_at = now + REBALANCE_S
             self._rebalance(nodes, now)
 
     def _send(self, node: str, samples: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from dynarl.controller.router import Router
 from dynarl.controller.telemetry import Monitor
 from dynarl.controller.training import Trainer
 from dynarl.controller.workers import Workers
-from dynarl.dataflow.ledger import Group
+from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.rl.schedule import warmed_up_lr
 from dynarl.scheduler.policy import capabilities
 
@@ -64,6 +64,7 @@ class Rounds:
     staging: Staging
     trainer: Trainer
     epochs: Epochs
+    lease_numbers: Iterator[int] = Ledger.LEASES
 
     def __init__(self, config: Config, home: dict[str, str], fleet: Fleet, journal: Journal, writer: MetricsWriter,
                  monitor: Monitor):
@@ -129,7 +130,7 @@ class Rounds:
         }
         return Iteration(
             self.config, self.fleet, self.epochs, self.weights, self.offers, self.workers.down, samples,
-            replicas=replicas, router=self.router, monitor=self.monitor, **options
+            replicas=replicas, router=self.router, monitor=self.monitor, lease_numbers=self.lease_numbers, **options
         )
 
     def away(self) -> frozenset[str]:

@@ -70,7 +70,7 @@ class Monitor:
         self._leases.clear()
         self._open: list[tuple[int, float, Decision, list[float]]] = []
         self._last_stay, self._stay_at = "", -math.inf
-        self._look_at, self._state = -math.inf, None
+        self.look_at, self._state = -math.inf, None
         self.lengths.next_iteration()
 
     # --- what happens
@@ -152,12 +152,11 @@ class Monitor:
     ) -> dict[str, str]:
         """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)}
         without workers; wanted: groups of the running minibatch. The answer is put on record."""
-        roles = {node: role for node, role in roles.items() if (node, role) not in down}
-        states = Counter(group.state for group in ledger.groups.values())
+        roles = {node: role for node, role in roles.items() if (node, role) not in down} if down else dict(roles)
         # What cannot wait for the next look: a component ran out of work or got some, or nodes are others.
-        state = (not ledger.num_live, not states["generated"], not states["scored"], *sorted(roles.items()))
+        state = not ledger.num_live, not ledger.num_in_state("generated"), not ledger.num_in_state("scored"), roles
         now = self.clock()
-        if now < self._look_at and state == self._state:
+        if now < self.look_at and state == self._state:
             return {}
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
@@ -165,7 +164,7 @@ class Monitor:
         seen = self.situation(ledger, roles, may, wanted, needs_scoring, units)
         decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
         seconds = self._stopwatch() - began
-        self._look_at, self._state = now + max(LOOK_S, seconds / DECISION_SHARE), state
+        self.look_at, self._state = now + max(LOOK_S, seconds / DECISION_SHARE), state
         self._record(decision, now, seconds, seen)
         return decision.moves
 
@@ -255,20 +254,18 @@ class Monitor:
         units: Mapping[str, int],
     ) -> Situation:
         """The iteration as the adaptive policy sees it."""
-        running = Counter(ledger.running.values())
-        running = {node: running[node] for node, role in roles.items() if role == "rollout"}
-        groups = defaultdict(list)
-        for group in ledger.groups.values():
-            groups[group.state].append(group)
+        running = {node: ledger.num_running_on(node) for node, role in roles.items() if role == "rollout"}
         lengths = [tokens for node, count in running.items() if count for tokens in self.lengths_on(node, count)]
         lengths += [self._partial.get(sample, 0) for sample in ledger.waiting()]
 
         def queue(waiting: str, working: str) -> Queue:
-            tokens = sum(g.num_tokens for g in groups[waiting]) + 0.5 * sum(g.num_tokens for g in groups[working])
+            here, in_work = ledger.in_state(waiting), ledger.in_state(working)
+            tokens = sum(g.num_tokens for g in here) + 0.5 * sum(g.num_tokens for g in in_work)
             # Groups of later minibatches are work, but none to begin now.
-            ready = groups[waiting] if waiting == "generated" else [g for g in groups[waiting] if g.name in wanted]
-            return Queue(len(ready), len(groups[working]), tokens)
+            ready = len(here) if waiting == "generated" else sum(g.name in wanted for g in here)
+            return Queue(ready, len(in_work), tokens)
 
+        generating = ledger.in_state("generating")
         queues = {"inference": queue("generated", "scoring")} if needs_scoring else {}
         return Situation(
             roles,
@@ -277,8 +274,8 @@ class Monitor:
             running=running,
             waiting=ledger.num_waiting,
             lengths=lengths,
-            live_members=Counter(len(g.samples) - len(g.holders) for g in groups["generating"]),
-            finished_tokens=sum(g.num_tokens for g in groups["generating"]),
+            live_members=Counter(len(g.samples) - len(g.holders) for g in generating),
+            finished_tokens=sum(g.num_tokens for g in generating),
             prompt_tokens=self._config.algorithm.max_prompt_tokens,
             max_running=self._max_running,
             max_queued=self._max_queued,

@@ -203,11 +203,11 @@ class Trainer:
     def trees(self, borrowed: list[Replica]) -> list[list[int]]:
         """Who sums with whom: per owner a list of reduction ranks, itself first, then those at the same position of
         their replicas. Owners without a helper are left out."""
-        trees = []
+        trees, rank_of = [], {place: rank for rank, place in enumerate(self.joined)}
         for index, owner in enumerate(self.replicas[: self.num_owner_replicas]):
             helpers = borrowed[index :: self.num_owner_replicas]
             for position, place in enumerate(owner.places) if helpers else ():
-                trees.append([self.joined.index(p) for p in (place, *(r.places[position] for r in helpers))])
+                trees.append([rank_of[p] for p in (place, *(r.places[position] for r in helpers))])
         return trees
 
     # --- from one layout to the next

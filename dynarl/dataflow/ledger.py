@@ -15,21 +15,23 @@ whole. Every hand-out is a lease: the group is in flight at one place, and only 
 worker had accumulated is lost with its gradient buffer, so those groups go back to `scored` and are trained again; since
 the optimizer has not stepped, they still count once.
 
-Pure: no clock, no sockets. The controller tells it what happened and asks what can be handed out.
+Pure: no clock, no sockets. The controller tells it what happened and asks what can be handed out. Every answer and every
+change costs what it is about, and not what the iteration has: groups are kept by state and by lease, requests by node.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Iterable, Sequence
+from collections import defaultdict
+from typing import Iterable, Iterator, Sequence
 
 from dynarl import wire
 
 
 @dataclass
 class Group:
-    """Samples of one prompt. `holder` is the node that has the trajectories, per sample."""
+    """Samples of one prompt. `holder` is the node that has the trajectories, per sample; num_tokens: of its finished ones."""
 
     name: str
     samples: list[str]
@@ -40,28 +42,31 @@ class Group:
     rewards: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     finish: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.tokens.values())
+    num_tokens: int = 0
 
 
 class Ledger:
-    """All samples of one iteration. `scored_by_inference` False: groups skip scoring."""
+    """All samples of one iteration. `scored_by_inference` False: groups skip scoring; leases: their numbers."""
 
     # Of the process, not of the ledger: a late answer to a lease of an earlier iteration must not pass for one of this.
-    _leases = itertools.count(1)
+    LEASES = itertools.count(1)
 
-    def __init__(self, samples: Sequence[str], *, scored_by_inference: bool = True):
+    def __init__(
+        self, samples: Sequence[str], *, scored_by_inference: bool = True, leases: Iterator[int] = LEASES
+    ):
         self.groups: dict[str, Group] = {}
         for sample in samples:
             self.groups.setdefault(wire.group_of(sample), Group(wire.group_of(sample), [])).samples.append(sample)
         if len(set(samples)) != len(samples):
             raise ValueError("a sample id occurs twice")
-        self._scored_by_inference = scored_by_inference
+        self._scored_by_inference, self._leases = scored_by_inference, leases
+        self._in_state: dict[str, dict[str, Group]] = defaultdict(dict)
+        self._in_state["generating"] = dict(self.groups)
+        self._leased: dict[int, Group] = {}
         self._returned: dict[str, None] = {}  # ordered; given back, so they go first
         self._fresh: dict[str, None] = dict.fromkeys(samples)
         self.running: dict[str, str] = {}
+        self._on: dict[str, dict[str, None]] = defaultdict(dict)  # node -> what runs there
         self.partial: dict[str, str] = {}
 
     # --- generation
@@ -80,7 +85,14 @@ class Ledger:
         return list(itertools.islice(itertools.chain(self._returned, self._fresh), most))
 
     def running_on(self, node: str) -> list[str]:
-        return [sample for sample, where in self.running.items() if where == node]
+        """What a node runs, what it has had longest first."""
+        return list(self._on.get(node, ()))
+
+    def num_running_on(self, node: str) -> int:
+        return len(self._on.get(node, ()))
+
+    def _runs_no_more(self, sample: str) -> None:
+        del self._on[self.running.pop(sample)][sample]
 
     def dispatch(self, node: str, samples: Iterable[str]) -> list[tuple[str, str | None]]:
         """Hand these waiting requests to `node`. Returns (sample, node that holds its partial answer or None) of each.
@@ -91,6 +103,7 @@ class Ledger:
         for sample in samples:
             del (self._returned if sample in self._returned else self._fresh)[sample]
             self.running[sample] = node
+            self._on[node][sample] = None
             handed.append((sample, self.partial.get(sample)))
         return handed
 
@@ -101,7 +114,7 @@ class Ledger:
         """
         if self.running.get(sample) != node:
             return False
-        del self.running[sample]
+        self._runs_no_more(sample)
         if holder is None:
             self.partial.pop(sample, None)
         else:
@@ -116,27 +129,39 @@ class Ledger:
         """
         if self.running.get(sample) != node:
             return None
-        del self.running[sample]
+        self._runs_no_more(sample)
         self.partial.pop(sample, None)
         group = self.groups[wire.group_of(sample)]
         group.holders[sample] = node
         group.rewards[sample], group.tokens[sample], group.finish[sample] = reward, tokens, finish
+        group.num_tokens += tokens
         if len(group.holders) < len(group.samples):
             return None
-        group.state = "generated" if self._scored_by_inference else "scored"
+        self._to(group, "generated" if self._scored_by_inference else "scored")
         return group
 
     # --- scoring and training
 
     def in_state(self, *states: str) -> list[Group]:
-        return [group for group in self.groups.values() if group.state in states]
+        """State by state; of each, the group that has been in it longest first."""
+        return [group for state in states for group in self._in_state[state].values()]
+
+    def num_in_state(self, *states: str) -> int:
+        return sum(len(self._in_state[state]) for state in states)
+
+    def _to(self, group: Group, state: str) -> None:
+        del self._in_state[group.state][group.name]
+        group.state = state
+        self._in_state[state][group.name] = group
 
     def lease(self, group: Group, node: str) -> int:
         """Hand a generated or scored group to `node`; returns the lease number."""
         following = {"generated": "scoring", "scored": "training"}
         if group.state not in following:
             raise ValueError(f"group {group.name} is {group.state}, only generated or scored groups are handed out")
-        group.state, group.node, group.lease = following[group.state], node, next(self._leases)
+        self._to(group, following[group.state])
+        group.node, group.lease = node, next(self._leases)
+        self._leased[group.lease] = group
         return group.lease
 
     def scored(self, lease: int) -> Group | None:
@@ -144,14 +169,15 @@ class Ledger:
         group = self._held(lease, "scoring")
         if group is not None:
             group.holders = dict.fromkeys(group.samples, group.node)
-            group.state, group.lease, group.node = "scored", None, None
+            self._to(group, "scored")
+            self._release(group)
         return group
 
     def accumulated(self, lease: int) -> Group | None:
         """The group's gradient is in the buffer of the lease's node. None: an expired lease."""
         group = self._held(lease, "training")
         if group is not None:
-            group.state = "accumulated"
+            self._to(group, "accumulated")
         return group
 
     def handed_back(self, lease: int) -> Group | None:
@@ -162,10 +188,15 @@ class Ledger:
         return group
 
     def _held(self, lease: int, *states: str) -> Group | None:
-        return next((g for g in self.groups.values() if g.lease == lease and g.state in states), None)
+        group = self._leased.get(lease)
+        return group if group is not None and group.state in states else None
 
     def _reoffer(self, group: Group) -> None:
-        group.state = {"scoring": "generated", "training": "scored", "accumulated": "scored"}[group.state]
+        self._to(group, {"scoring": "generated", "training": "scored", "accumulated": "scored"}[group.state])
+        self._release(group)
+
+    def _release(self, group: Group) -> None:
+        del self._leased[group.lease]
         group.lease = group.node = None
 
     def trained(self, groups: Iterable[Group]) -> list[str]:
@@ -180,7 +211,7 @@ class Ledger:
             if group.state != "accumulated":
                 raise ValueError(f"group {group.name} is {group.state}: its gradient is not in this step")
         for group in groups:
-            group.state = "trained"
+            self._to(group, "trained")
         return [sample for group in groups for sample in group.samples]
 
     # --- faults
@@ -203,4 +234,4 @@ class Ledger:
 
     @property
     def done(self) -> bool:
-        return all(group.state in ("accumulated", "trained") for group in self.groups.values())
+        return self.num_in_state("accumulated", "trained") == len(self.groups)

@@ -161,6 +161,7 @@ class _Simulation:
         )
         self.fleet = SimFleet(world, loop, self.log)
         rounds = self.rounds = Rounds(config, world.homes, self.fleet, self.journal, _Writer(), monitor)
+        rounds.lease_numbers = itertools.count(1)  # not those of the process: runs must not differ by what ran before
         rounds.may = capabilities(config.policy, world.homes)
         rounds.trainer = Trainer(config, self.fleet, world.homes, degrees.first(config.training))
         rounds.workers = Workers(rounds)

@@ -288,7 +288,7 @@ def test_a_borrowed_worker_that_dies_beside_a_step_costs_no_sample(dies, tmp_pat
         started = job(tmp_path, Config(), Fleet(**{"training.step": lose}))
         started.epochs = SimpleNamespace(roles=dict.fromkeys(NODES, "training"))
         started._rewind(None)
-        started.trainer._joined = started.trainer.everyone
+        started.trainer.joined = started.trainer.everyone
         run = Iteration(started.config, started.fleet, started.epochs, Weights(1, ""), started.may, set(), ["1:0:0"],
                         scored_by_inference=False)
         run.ledger.dispatch("n3", ["1:0:0"])
