@@ -27,7 +27,7 @@ MARGIN = 2.0
 
 
 def least_bytes(reconfiguration_s: float, window_s: float, old_bytes_per_s: float, new_bytes_per_s: float) -> float:
-    """D_min: bytes above which a change saves time. 0 where the window hides it; infinite where the new rate is no better.
+    """D_min: bytes above which a change saves time. 0: the window hides it. Infinite: the rate gets no better.
 
     >>> [round(least_bytes(t, 0.0, 12.5e9, 50e9) / 1e9, 2) for t in (0.010, 0.015, 0.030)]
     [0.17, 0.25, 0.5]
@@ -108,4 +108,4 @@ class CircuitSwitch:
         if self._target is None:
             raise ValueError("no change of circuits is under way: prepare one first")
         if programmed != (self._ready_ns is not None):
-            raise ValueError("mirrors have moved: activate" if self._ready_ns is not None else "program the change first")
+            raise ValueError("program the change first" if programmed else "mirrors have moved: activate the change")

@@ -20,9 +20,9 @@ For a group of n devices on m nodes with g each, S bytes, a path of latency alph
 
 P(d, S) = min over c of (d - 1 + c) (alpha + S / (c B)) is a pipeline of depth d that cuts the message into c chunks.
 
-"Along a place" is the ring (tree, chain) of the devices that hold the same place in their nodes, one for each place: on a
-rail-optimised network they stay on their rail. Hierarchies exist where each node has the same number of members, more
-than one, on more than one node.
+"Along a place" is the ring (tree, chain) of the devices that hold the same place in their nodes, one for each place: on
+a rail-optimised network they stay on their rail. Hierarchies exist where each node has the same number of members,
+more than one, on more than one node.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LEAST_CHUNK_BYTES = 64 * 1024
 class Phase:
     """Messages that are under way together, each of `share` times S bytes.
 
-    A phase of steps pays its latency `steps` times; the bytes are those of all steps, since equal steps one after another
-    take what their sum takes. A pipeline has a `depth` instead, and cuts its messages into chunks.
+    A phase of steps pays its latency `steps` times; the bytes are those of all steps, since equal steps one after
+    another take what their sum takes. A pipeline has a `depth` instead, and cuts its messages into chunks.
     """
 
     src: np.ndarray
@@ -58,17 +58,21 @@ class Phase:
         """`seconds_per_byte` is what the phase takes for each byte of S, all its messages under way."""
         if not self.depth:
             return self.steps * latency_s + nbytes * seconds_per_byte
-        chunks = self.chunks(nbytes, latency_s, seconds_per_byte)
-        return (self.depth - 1 + chunks) * (latency_s + nbytes * seconds_per_byte / chunks)
+        wire_s = nbytes * seconds_per_byte
+        return self._pipeline_s(self.chunks(nbytes, latency_s, seconds_per_byte), latency_s, wire_s)
 
     def chunks(self, nbytes: float, latency_s: float, seconds_per_byte: float) -> int:
         """How many chunks are fastest: the time is convex in it, with its minimum where both parts are equal."""
         most = max(1, int(nbytes * self.share // LEAST_CHUNK_BYTES))
         if most == 1 or self.depth == 1:
             return 1
-        best = np.sqrt((self.depth - 1) * nbytes * seconds_per_byte / latency_s) if latency_s else np.inf
+        wire_s = nbytes * seconds_per_byte
+        best = np.sqrt((self.depth - 1) * wire_s / latency_s) if latency_s else np.inf
         low = int(min(max(best, 1), most))
-        return min((low, min(low + 1, most)), key=lambda c: (self.depth - 1 + c) * (latency_s + nbytes * seconds_per_byte / c))
+        return min((low, min(low + 1, most)), key=lambda chunks: self._pipeline_s(chunks, latency_s, wire_s))
+
+    def _pipeline_s(self, chunks: int, latency_s: float, wire_s: float) -> float:
+        return (self.depth - 1 + chunks) * (latency_s + wire_s / chunks)
 
 
 def algorithms(topology: Topology, op: str, group: Sequence[int]) -> dict[str, list[Phase]]:

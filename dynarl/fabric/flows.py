@@ -8,7 +8,7 @@ A transfer is one message, or many that start together (a step of a collective).
     done = network.finish(id)                       its messages that have ended leave; True: it has no others
 
 Time is in whole nanoseconds, ends are rounded up, and of several at the same nanosecond the oldest transfer comes
-first, so a history of calls has one outcome on every machine. The network moves bytes only: what a byte needs for its way
+first, so a history of calls has one outcome. The network moves bytes only: what a byte needs for its way
 (`Topology.latencies_s`) is for the caller to add.
 
 Rates are max-min fair (`maxmin`). When transfers start or end, only messages that share links with them, directly or
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -64,14 +65,15 @@ class FlowNetwork:
     """Transfers under way on a topology."""
 
     def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+        self._use(topology)
         self.now_ns = 0
         self.delivered_bytes = 0
         self._transfers: dict[int, Transfer] = {}
         self._next_id = self._epoch = 0
         # Messages without gaps, in the first rows; those of a transfer that ends make room for the last ones.
         self._rows, self._count = np.empty(64, MESSAGE), 0
-        self._route = np.empty((64, topology.routes(0, 0).shape[1]), np.int64)
+        # Links by hop and row: searched far more often than written.
+        self._route = np.empty((topology.routes(0, 0).shape[1], 64), np.int64)
         # One more than links: NO_LINK's, always False.
         self._dirty = np.zeros(topology.num_links + 1, dtype=bool)
 
@@ -83,13 +85,13 @@ class FlowNetwork:
             raise ValueError(f"transfer of {nbytes} bytes: give whole numbers, 0 or more")
         if not len(nbytes):
             raise ValueError("transfer without messages: give at least one source and destination")
-        route = self.topology.routes(src, dst)
+        route = self._way(int(src[0]), int(dst[0])) if len(src) == 1 else self.topology.routes(src, dst)
         first, self._count = self._count, self._count + len(nbytes)
         while self._count > len(self._rows):
             self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-            self._route = np.concatenate([self._route, np.empty_like(self._route)])
+            self._route = np.concatenate([self._route, np.empty_like(self._route)], axis=1)
         n, rows = self.topology.num_devices, self._rows[first : self._count]
-        self._route[first : self._count] = route
+        self._route[:, first : self._count] = route.T
         rows["transfer"] = self._next_id
         rows["pair"] = (self._epoch * n + src) * n + dst
         rows["nbytes"] = rows["left"] = nbytes
@@ -150,10 +152,10 @@ class FlowNetwork:
         link that has no capacity now is halted until it has."""
         self.advance(now_ns)
         if topology.num_links != self.topology.num_links:
-            raise ValueError(f"{topology.num_links} links for {self.topology.num_links}: the new topology needs the same")
+            raise ValueError(f"{topology.num_links} links: the new topology needs {self.topology.num_links}, as before")
         changed = topology.capacity_bytes_per_s != self.topology.capacity_bytes_per_s
         self._dirty[:-1] |= changed
-        self.topology = topology
+        self._use(topology)
         self._epoch += 1
 
     def tag(self, transfer: int) -> object:
@@ -161,7 +163,7 @@ class FlowNetwork:
 
     def users(self, links: Iterable[int]) -> dict[int, object]:
         """Transfers that have messages on one of the links: id to tag."""
-        mine = np.isin(self._route[: self._count], list(links)).any(axis=1)
+        mine = np.isin(self._route[:, : self._count], list(links)).any(axis=0)
         return {int(i): self._transfers[int(i)].tag for i in np.unique(self._rows["transfer"][: self._count][mine])}
 
     def halted(self) -> dict[int, tuple[object, str]]:
@@ -170,10 +172,15 @@ class FlowNetwork:
         still = {}
         for row in np.nonzero(self._rows["due_ns"][: self._count] == NEVER)[0]:
             transfer = int(self._rows["transfer"][row])
-            links = [link for link in self._route[row] if link != NO_LINK]
+            links = [link for link in self._route[:, row] if link != NO_LINK]
             dead = min(links, key=lambda link: self.topology.capacity_bytes_per_s[link])
             still.setdefault(transfer, (self._transfers[transfer].tag, self.topology.link_name(int(dead))))
         return still
+
+    def _use(self, topology: Topology) -> None:
+        self.topology = topology
+        # The route of a single message, which mostly goes where others went.
+        self._way = lru_cache(2**16)(topology.routes)
 
     def _mark(self, route: np.ndarray) -> None:
         self._dirty[route] = True
@@ -194,7 +201,7 @@ class FlowNetwork:
         _, first, inverse, weight = np.unique(
             rows["pair"][region], return_index=True, return_inverse=True, return_counts=True
         )
-        rate = max_min_rates(self._route[region[first]], self.topology.capacity_bytes_per_s, weight)[inverse]
+        rate = max_min_rates(self._route[:, region[first]].T, self.topology.capacity_bytes_per_s, weight)[inverse]
         other = np.abs(rate - rows["rate"][region]) > TOLERANCE * rate
         region, rate = region[other], rate[other]
         left = self._left(rows[region])
@@ -208,23 +215,23 @@ class FlowNetwork:
 
     def _region(self) -> np.ndarray:
         """Rows of the messages that share links with a dirty one, directly or through others."""
-        route, dirty = self._route[: self._count], self._dirty
-        hit, before = dirty[route].any(axis=1), -1
+        route, dirty = self._route[:, : self._count], self._dirty
+        hit, before = dirty[route].any(axis=0), -1
         for _ in range(MOST_STEPS):
             found = np.count_nonzero(hit)
             if found in (before, self._count):
                 return np.nonzero(hit)[0]
             before = found
-            self._mark(route[hit])
-            hit = dirty[route].any(axis=1)
+            self._mark(route[:, hit])
+            hit = dirty[route].any(axis=0)
         return np.arange(self._count)
 
     def _remove(self, transfer: int, gone: np.ndarray) -> bool:
         """Take rows of a transfer out; the last rows fill the gaps. True: the transfer has no others."""
-        self._mark(self._route[gone])
+        self._mark(self._route[:, gone])
         end = self._count - len(gone)
         gaps, moved = gone[gone < end], np.setdiff1d(np.arange(end, self._count), gone)
-        self._rows[gaps], self._route[gaps] = self._rows[moved], self._route[moved]
+        self._rows[gaps], self._route[:, gaps] = self._rows[moved], self._route[:, moved]
         self._count = end
         record = self._transfers[transfer]
         record.messages -= len(gone)

@@ -2,7 +2,7 @@
 
 A rate is max-min fair when it can only grow by taking from a message that has no more. Equivalently, every message
 crosses a full link on which nobody is faster. Progressive filling finds it: a link offers its free capacity in equal
-shares to the messages that it has; the messages of the link with the least offer get it, their links lose it, and so on.
+shares to the messages that it has; those of the link with the least offer get it, their links lose it, and so on.
 
 Here a round settles all links at once whose offer is the least along every message that they carry. Nothing can lower
 such an offer: other links of these messages offer as much or more, and an offer only rises while others are served at
@@ -29,14 +29,20 @@ RETIRED = 1 / 64
 def max_min_rates(routes: np.ndarray, capacity: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Rates [messages], in the unit of `capacity` [links].
 
-    `routes` [messages, hops] are links, padded with negative numbers. A message of weight w stands for w equal ones: the
-    rate is that of one of them. Without a link it is infinite; over a link without capacity, 0.
+    `routes` [messages, hops] are links, padded with negative numbers. A message of weight w stands for w equal ones:
+    the rate is that of one of them. Without a link it is infinite; over a link without capacity, 0.
     """
     rates = np.full(len(routes), np.inf)
     weights = np.ones(len(routes)) if weights is None else weights.astype(float)
     message, hop = np.nonzero(routes >= 0)
-    used, link = np.unique(routes[message, hop], return_inverse=True)
-    free = capacity[used].astype(float)
+    link = routes[message, hop]
+    # Links that are used, numbered without gaps.
+    is_used = np.zeros(len(capacity), dtype=bool)
+    is_used[link] = True
+    used = np.nonzero(is_used)[0]
+    number = np.empty(len(capacity), dtype=np.int64)
+    number[used] = np.arange(len(used))
+    link, free = number[link], capacity[used].astype(float)
     while len(message):
         crowd = np.bincount(link, weights[message], len(used))
         offer = np.full(len(used), np.inf)

@@ -1,13 +1,13 @@
 """What communication takes, at two levels of detail, for the same workload.
 
 - `AnalyticNetwork` (F0): every message meets others only at the devices' own ports. A phase takes its latency, and per
-  byte the larger of: what the slowest message needs alone on its narrowest link; what the busiest port needs for all its
-  bytes. These are the formulas of `collectives`. Switches block nothing, operations do not see each other.
+  byte the larger of: what the slowest message needs alone on its narrowest link; what the busiest port needs for all
+  of its bytes. These are the formulas of `collectives`. Switches block nothing, operations do not see each other.
 - `FlowLevelNetwork` (F1): the messages of a phase share all links of the topology, max-min fair; so do operations that
   run together.
 
 F0 is a bound that no sharing of links can beat, and the phases are the same ones, so F1 is never faster; the two are
-equal where messages meet at ports only and fill them evenly. Each level takes the algorithm that is fastest at that level.
+equal where messages meet at ports only and fill them evenly. Each level takes the algorithm that is fastest there.
 
 Per group and operation the messages are laid out once: times are linear in bytes but for the number of chunks, so later
 calls evaluate a formula.
@@ -65,7 +65,7 @@ class Cost:
 
     seconds: float
     algorithm: str
-    phases: tuple[PhaseCost, ...] = field(repr=False)
+    phases: tuple[PhaseCost, ...] = field(repr=False, compare=False)
 
 
 class Network(Protocol):
@@ -92,15 +92,16 @@ class _Level:
 
         Raises ValueError on an unknown operation, on devices that are no group or are not there, and on negative bytes.
         """
+        return min(self.costs(op, group, nbytes), key=lambda cost: cost.seconds)
+
+    def costs(self, op: str, group: Sequence[int], nbytes: int) -> list[Cost]:
+        """The same by each algorithm that the group has."""
         if nbytes < 0:
             raise ValueError(f"{op} of {nbytes} bytes: give 0 or more")
         found = self._algorithms(op, tuple(group))
         if not nbytes:
-            return Cost(0.0, "none", ())
-        return min(
-            (Cost(sum(p.seconds(nbytes) for p in phases), name, phases) for name, phases in found.items()),
-            key=lambda cost: cost.seconds,
-        )
+            return [Cost(0.0, "none", ())]
+        return [Cost(sum(p.seconds(nbytes) for p in phases), name, phases) for name, phases in found.items()]
 
     def seconds(self, op: str, group: Sequence[int], nbytes: int) -> float:
         return self.cost(op, group, nbytes).seconds
@@ -146,7 +147,7 @@ class FlowLevelNetwork(_Level):
     def together(self, operations: Sequence[Operation]) -> list[float]:
         """Seconds until each of the operations that start together has ended, links shared between them.
 
-        Each takes the algorithm that is fastest alone, and its next phase starts when all of it has the last one's bytes.
+        Each takes the algorithm that is fastest alone. A phase starts when all messages of the one before have arrived.
         """
         network = FlowNetwork(self.topology)
         phases = [iter(self.cost(o.op, o.group, o.nbytes).phases) for o in operations]

@@ -8,9 +8,9 @@ Uplink p of every pod ends at optical switch p, a *plane*, which joins its ports
 between two pods spread over all circuits between them; without one they take the electrical core, so no setting cuts
 pods off. Circuits begin above the pod's switch: changing them does not drop a NIC's link.
 
-Which circuits: `demand` adds up what the operations of a phase send between pods, `circuits_for` gives one circuit after
-the other to the pair of pods that would take longest. `circuits` says when a change is worth its time, and carries it
-out.
+Which circuits: `demand` adds up what the operations of a phase send between pods, `circuits_for` gives one circuit
+after the other to the pair of pods that would take longest. The module `circuits` says when a change is worth its time,
+and carries it out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynarl.fabric.network import AnalyticNetwork, Operation
-from dynarl.fabric.topology import NETWORK_LATENCY_S, NO_LINK, NVLINK_LATENCY_S, Topology, ports, positive
+from dynarl.fabric.topology import NETWORK_LATENCY_S, NO_LINK, NVLINK_LATENCY_S, Topology, not_negative, ports, positive
 
 
 class Circuit(NamedTuple):
@@ -58,18 +58,21 @@ class RFabric:
     network_latency_s: float = NETWORK_LATENCY_S
 
     def __post_init__(self) -> None:
-        names = ("num_pods", "nodes_per_pod", "devices_per_node", "uplinks", "circuit_bytes_per_s", "electrical_bytes_per_s")
-        positive(**{name: getattr(self, name) for name in names})
-        if not self.reconfiguration_s >= 0:
-            raise ValueError(f"reconfiguration_s is {self.reconfiguration_s}: it must be 0 or more")
+        counts = ("num_pods", "nodes_per_pod", "devices_per_node", "uplinks")
+        rates = ("nic_bytes_per_s", "nvlink_bytes_per_s", "circuit_bytes_per_s", "electrical_bytes_per_s")
+        positive(**{name: getattr(self, name) for name in counts + rates})
+        times = ("reconfiguration_s", "nvlink_latency_s", "network_latency_s")
+        not_negative(**{name: getattr(self, name) for name in times})
 
     @property
     def num_devices(self) -> int:
         return self.num_pods * self.nodes_per_pod * self.devices_per_node
 
     def topology(self, circuits: Circuits) -> Topology:
-        """The fabric with these circuits. Links have the same numbers with any. Raises ValueError where a pod would have
-        two circuits on a plane, or there is no such uplink or pod."""
+        """The fabric with these circuits. Links have the same numbers with any.
+
+        Raises ValueError where a pod would have two circuits on a plane, or there is no such uplink or pod.
+        """
         count = self.count(circuits)
         return self._topology(routed=count, lit=count)
 
@@ -90,7 +93,7 @@ class RFabric:
         for circuit in sorted(circuits):
             plane, a, b = circuit
             if not (0 <= plane < self.uplinks and 0 <= a < b < self.num_pods):
-                raise ValueError(f"{circuit}: there are planes 0 to {self.uplinks - 1}, and pods 0 <= a < b < {self.num_pods}")
+                raise ValueError(f"{circuit}: planes are 0 to {self.uplinks - 1}, pods 0 <= a < b < {self.num_pods}")
             for pod in (a, b):
                 other = taken.setdefault((plane, pod), circuit)
                 if other is not circuit:
@@ -113,8 +116,8 @@ class RFabric:
         return bytes_
 
     def circuits_for(self, demand: np.ndarray, current: Circuits = NO_CIRCUITS) -> Circuits:
-        """Circuits for bytes [pods, pods] between pods, one after the other to the pair that would take longest (MixNet's
-        greedy choice, on the larger of both directions), while the pair has a plane free and gains.
+        """Circuits for bytes [pods, pods] between pods, one after the other to the pair that would take longest, while
+        it has a plane free and gains: MixNet's greedy choice, on the larger of both directions.
 
         Where it can choose, a pair keeps the planes that it has in `current`.
         """
@@ -151,10 +154,11 @@ class RFabric:
         pods = range(p)
         names = tuple(f"circuits of pod {a} to pod {b}" for a in pods for b in pods)
         names += tuple(f"pod {a} to core" for a in pods) + tuple(f"core to pod {a}" for a in pods)
+        electrical = np.full(2 * p, self.electrical_bytes_per_s)
         return Topology(
             n,
             self.devices_per_node,
-            np.concatenate([capacity, lit.ravel() * self.circuit_bytes_per_s, np.full(2 * p, self.electrical_bytes_per_s)]),
+            np.concatenate([capacity, lit.ravel() * self.circuit_bytes_per_s, electrical]),
             np.append(latency, np.full(len(names), self.network_latency_s)),
             between,
             names,

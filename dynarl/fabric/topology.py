@@ -4,14 +4,14 @@ A node's devices hang on an NVSwitch by one NVLink port each, and on the network
 Numbering, for n devices: link d is device d's port into the NVSwitch, n + d out of it, 2n + d its NIC into the network,
 3n + d out of it. These 4n are the devices' *ports*; links from 4n on belong to the network.
 
-Two tiers. Each leaf has `leaf_radix` ports for NICs and `leaf_radix / oversubscription` uplinks at the rate of a NIC, one
-to every spine.
+Two tiers. Each leaf has `leaf_radix` ports for NICs and `leaf_radix / oversubscription` uplinks at the rate of a NIC,
+one to every spine.
 
 - `fat_tree`: all NICs of `leaf_radix / devices_per_node` neighbouring nodes on one leaf.
-- `rail_optimised`: rail r of `leaf_radix` neighbouring nodes on one leaf, so devices of the same rail meet without a spine.
+- `rail_optimised`: rail r of `leaf_radix` neighbouring nodes on one leaf: devices of one rail meet without a spine.
 - `single_switch`: all NICs on one switch that blocks nothing.
 
-Routes are fixed: the spine follows from a hash of (source, destination), equal-cost multipath as switches do it, and the
+Routes are fixed: the spine follows from a hash of (source, destination), equal-cost multipath as switches do it, the
 same on every machine. With `spray` a leaf's uplinks are one trunk over which packets spread evenly, the ideal that
 adaptive routing comes near to.
 
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# One way through an NVSwitch takes about 1 us (two links); a network link takes 1 us, cable, switch and its share of the
-# software, the constant of published flow simulations. Both are arguments of the builders.
+# Through an NVSwitch, hence over two links, a message takes about 1 us; a network link with its switch is given 1 us in
+# published simulations (MixNet). Software comes on top: give the builders what was measured.
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 0.5e-6, 1e-6
 # Padding in tables of routes. As an index it names the entry after the last link.
 NO_LINK = -1
@@ -69,7 +69,7 @@ class Topology:
         return PORT_NAMES[kind].format(device)
 
     def routes(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-        """The links of each pair, in order: integers [pairs, hops] padded with NO_LINK. None from a device to itself."""
+        """The links of each pair, in order: integers [pairs, hops] padded with NO_LINK. To itself a device needs none."""
         src, dst = np.broadcast_arrays(np.atleast_1d(src), np.atleast_1d(dst))
         for devices in (src, dst):
             wrong = devices[(devices < 0) | (devices >= self.num_devices)]
@@ -176,12 +176,19 @@ def positive(**numbers: float) -> None:
             raise ValueError(f"{name} is {value}: it must be above 0 and finite")
 
 
+def not_negative(**numbers: float) -> None:
+    """Raises ValueError at the first number that is not finite and 0 or more, by its name."""
+    for name, value in numbers.items():
+        if not 0 <= value < np.inf:
+            raise ValueError(f"{name} is {value}: it must be 0 or more, and finite")
+
+
 def whole(dividend: float, divisor: float, dividend_name: str, divisor_name: str, what: str) -> int:
     """The quotient. Raises ValueError with the arithmetic where it is not a whole number above zero."""
     quotient = dividend / divisor
     if quotient < 1 or quotient != int(quotient):
         raise ValueError(
-            f"{dividend_name} {dividend:g} / {divisor_name} {divisor:g} = {quotient:g} {what}: it must be a whole number"
+            f"{dividend_name} {dividend:g} / {divisor_name} {divisor:g} = {quotient:g} {what}: give a whole number"
         )
     return int(quotient)
 
@@ -191,9 +198,7 @@ def ports(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Capacity and latency of the devices' own links, 4 for each device. Raises ValueError where one is impossible."""
     positive(nic_bytes_per_s=nic_bytes_per_s, nvlink_bytes_per_s=nvlink_bytes_per_s)
-    for name, value in (("nvlink_latency_s", nvlink_latency_s), ("network_latency_s", nic_latency_s)):
-        if not 0 <= value < np.inf:
-            raise ValueError(f"{name} is {value}: it must be 0 or more, and finite")
+    not_negative(nvlink_latency_s=nvlink_latency_s, network_latency_s=nic_latency_s)
     each = 2 * num_devices
     return (
         np.repeat([nvlink_bytes_per_s, nic_bytes_per_s], each).astype(float),
