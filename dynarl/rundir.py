@@ -6,6 +6,7 @@
     <root>/<run id>/config.yaml                  as submitted, complete
                     journal.jsonl                see hypergraph/journal.py
                     metrics.jsonl  tensorboard/
+                    trace.jsonl                  see controller/trace.py
                     jobs                         Slurm job ids of this run, one per line, oldest first
                     keys/                        0700; the only place for secrets
                     logs/<attempt>/              one directory for each start of the controller, from 1
@@ -133,6 +134,10 @@ def journal(run: Path) -> Path:
 
 def metrics(run: Path) -> Path:
     return run / "metrics.jsonl"
+
+
+def trace(run: Path) -> Path:
+    return run / "trace.jsonl"
 
 
 def tensorboard(run: Path) -> Path:

@@ -236,7 +236,9 @@ class Iteration:
             return
         full = self.ledger.finished(sample, node, reward=reward, tokens=tokens, finish=finish)
         if self._train:
-            self._monitor.finished(sample, tokens)
+            self._monitor.finished(
+                sample, tokens, prompt_tokens=prompt_tokens, masked_tokens=masked_tokens, tool_calls=tool_calls,
+                tool_seconds=tool_seconds)
         self.tally.correct += correct
         self.tally.timed_out += timed_out
         self.tally.prompt_tokens += prompt_tokens

@@ -16,6 +16,7 @@ from typing import Any
 from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Outcome
 from dynarl.controller.replicas import Replica
+from dynarl.controller.trace import Trace
 from dynarl.dataflow.ledger import Ledger
 from dynarl.hypergraph.journal import Journal
 from dynarl.scheduler import adaptive, policy as rules
@@ -68,6 +69,7 @@ class Monitor:
         self._workers.clear()
         self._partial.clear()
         self._leases.clear()
+        self.trace = Trace()
         self._open: list[tuple[int, float, Decision, list[float]]] = []
         self._last_stay, self._stay_at = "", -math.inf
         self.look_at, self._state = -math.inf, None
@@ -86,6 +88,7 @@ class Monitor:
         kv_used_tokens: int,
         kv_total_tokens: int | None = None,
         lengths: Sequence[int] = (),
+        prefill_tokens: int = 0,
         **_: Any,
     ) -> None:
         """Load of one rollout worker, a few times a second; lengths: tokens so far of (a sample of) its requests."""
@@ -94,20 +97,25 @@ class Monitor:
             mean = 0.5 * (running + last["running"])
             step_s = (now - last["at"]) * mean / (tokens - last["tokens"])
             self.costs.step.observe(mean * self._config.cluster.devices_per_node, step_s)
+            self.trace.decoded(mean, tokens - last["tokens"], prefill_tokens - last["prefilled"], now - last["at"])
             self._rates[node] = mean / step_s
         self._workers[node][worker] = {
             "at": now,
             "running": running,
             "waiting": waiting,
             "tokens": tokens,
+            "prefilled": prefill_tokens,
             "lengths": lengths,
             "kv": kv_used_tokens,
             "kv_total": kv_total_tokens,
         }
 
-    def finished(self, sample: str, tokens: int) -> None:
+    def finished(self, sample: str, tokens: int, *, prompt_tokens: int = 0, masked_tokens: int = 0,
+                 tool_calls: int = 0, tool_seconds: float = 0.0) -> None:
         self._partial.pop(sample, None)
         self.lengths.finished(tokens)
+        at_s = round(self._clock() - self._began, 4)
+        self.trace.answers.append([sample, prompt_tokens, tokens, masked_tokens, tool_calls, tool_seconds, at_s])
 
     def given_up(self, sample: str, tokens: int) -> None:
         self._partial[sample] = tokens
@@ -124,7 +132,9 @@ class Monitor:
         # A second lease waits in the worker while it does the first.
         seconds = now - max(since, self._free_at.get(replica, 0.0))
         self._free_at[replica] = now
-        self.costs.stages[role].observe(tokens, seconds * len(replica.nodes) / replicas_beside)
+        node_seconds = seconds * len(replica.nodes) / replicas_beside
+        self.costs.stages[role].observe(tokens, node_seconds)
+        self.trace.leases.append([role, tokens, round(node_seconds, 5)])
 
     def moved(self, sources: Mapping[str, str], moves: Mapping[str, str], outcome: Outcome) -> None:
         """A change of roles came to its end. sources: roles before it."""

@@ -1,0 +1,147 @@
+"""`dynarl simulate`: what a policy would make of a workload, before a GPU hour is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dynarl import rundir
+from dynarl.cli import output
+from dynarl.errors import DynarlError
+
+if TYPE_CHECKING:
+    from dynarl.sim.scenario import Scenario
+
+PICTURES = ("png", "svg", "html")
+
+
+@click.command("simulate", cls=output.Command)
+@click.argument("scenario", required=False)
+@click.option("--from", "run", metavar="RUN", help="In place of SCENARIO: the work and speeds of a recorded run.")
+@click.option("--policy", "policies", multiple=True, metavar="P", help="A policy; may be given again. Default: all.")
+@click.option("--seed", "seeds", multiple=True, type=int, metavar="S", help="Seed of the workload; may be given again. Default 1.")
+@click.option("--nodes", type=click.IntRange(min=2), help="With this many nodes instead.")
+@click.option("--network", type=click.Choice(["analytic", "flow"]), help="Model of the network; default as the scenario says.")
+@click.option("--oracle", is_flag=True, help="Policies know all answer lengths beforehand: an upper bound, not a policy.")
+@click.option("--list", "listing", is_flag=True, help="Print the scenarios that come with dynarl.")
+@output.format_option("table", "json", *PICTURES)
+@click.option("--output", "target", type=click.Path(path_type=Path, dir_okay=False), help="File to write; pictures default to simulation.FORMAT here.")
+def command(scenario: str | None, run: str | None, policies: tuple[str, ...], seeds: tuple[int, ...], nodes: int | None,
+            network: str | None, oracle: bool, listing: bool, output_format: str, target: Path | None) -> None:
+    """Policies side by side on a simulated cluster, with the controller that also runs the real one.
+
+    SCENARIO: the name of one that comes with dynarl (--list), or a file.
+    """
+    from dynarl.sim import scenario as scenarios
+
+    if listing:
+        _list(output_format)
+        return
+    if bool(scenario) == bool(run):
+        raise click.UsageError("give a SCENARIO (see --list) or --from RUN")
+    chosen = scenarios.load(scenario) if scenario else _recorded(run)
+    chosen = chosen.changed(nodes=nodes, network=network, oracle=oracle)
+    policies = policies or tuple(chosen.policies)
+    if unknown := [policy for policy in policies if policy not in chosen.policies]:
+        raise click.UsageError(f"--policy {unknown[0]}: {chosen.name} has {', '.join(chosen.policies)}")
+    runs = _simulate(chosen, policies, seeds or (1,))
+    try:
+        _show(chosen, runs, output_format, target)
+    except OSError as error:
+        raise DynarlError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def _recorded(run: str) -> Scenario:
+    from dynarl.sim.calibrate import scenario_of
+
+    return scenario_of(rundir.resolve(run))
+
+
+def _simulate(scenario: Scenario, policies: tuple[str, ...], seeds: tuple[int, ...]) -> list[dict[str, Any]]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from dynarl.sim.run import simulate
+
+    screen = output.console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    runs = []
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=len(policies) * len(seeds))
+        for seed in seeds:
+            for policy in policies:
+                done = len(runs)
+                bar.update(task, description=f"{policy}, seed {seed}")
+                result = simulate(
+                    scenario, policy, seed, progress=lambda part: bar.update(task, completed=done + part)
+                )
+                runs.append(result.as_json())
+    return runs
+
+
+def _list(output_format: str) -> None:
+    from dynarl.sim import scenario as scenarios
+
+    found = [scenarios.load(name) for name in scenarios.shipped()]
+    if output_format == "json":
+        output.print_json({"scenarios": [{"name": each.name, "about": each.about} for each in found]})
+        return
+    table = output.table("scenario", "")
+    for each in found:
+        table.add_row(each.name, each.about)
+    output.console().print(table)
+
+
+def _show(scenario: Scenario, runs: list[dict[str, Any]], form: str, target: Path | None) -> None:
+    from dynarl.report.simulation import summary
+
+    found = summary(runs)
+    if form == "json":
+        output.print_json({"scenario": scenario.name, "unit": scenario.unit, "summary": found, "results": runs}, target)
+    elif form == "table":
+        _print(scenario, found, runs)
+    else:
+        target = target or Path(f"simulation.{form}")
+        _draw(scenario, found, runs, form, target)
+        click.echo(target)
+
+
+def _draw(scenario: Scenario, found: dict[str, Any], runs: list[dict[str, Any]], form: str, target: Path) -> None:
+    try:
+        from dynarl.report.simulation_page import page
+        from dynarl.report.simulation_plot import save
+    except ImportError as error:
+        raise DynarlError(
+            f"no picture without matplotlib ({error}): pip install 'dynarl[report]', or take -o table or -o json"
+        ) from error
+    title = f"Simulated: {scenario.name}"
+    if form == "html":
+        target.write_text(page(title, scenario.unit, scenario.facts(), found, runs), encoding="utf-8")
+    else:
+        save([run for run in runs if run["seed"] == runs[0]["seed"]], title, target, form)
+
+
+def _print(scenario: Scenario, found: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    from dynarl.report.simulation import KINDS
+    from dynarl.report.simulation_text import legend, render
+
+    console = output.console()
+    colour, fancy = console.is_terminal and not console.no_color, output.fancy(console)
+    plus_minus = "±" if fancy else "+-"
+    console.print(f"{scenario.name}: {scenario.about}", soft_wrap=True)
+    table = output.table("policy", ">makespan", f">{scenario.unit}", ">times faster", *(f">{kind}" for kind in KINDS))
+    for policy, entry in found.items():
+        cells = []
+        for name, unit, digits in (("makespan_s", " s", 1), ("throughput", "", 1), ("faster", "", 3)):
+            half = entry[f"{name}_half"]
+            cells.append(f"{entry[name]:,.{digits}f}" + (f" {plus_minus} {half:,.{digits}f}" if half is not None else "") + unit)
+        table.add_row(policy, *cells, *(f"{entry['share'][kind]:.0%}" for kind in KINDS))
+    console.print(table)
+    first = [run for run in runs if run["seed"] == runs[0]["seed"]]
+    end_s = max(run["makespan_s"] for run in first)
+    for run in first:
+        console.print(f"\n{run['policy']}, seed {run['seed']}")
+        for line in render(run["timeline"], end_s, console.width, colour, fancy):
+            console.print(line, no_wrap=True, crop=False)
+    console.print(legend(found[first[-1]["policy"]]["share"], colour, fancy))

@@ -1,0 +1,47 @@
+"""What an iteration had to do and how long each piece took: the record from which the simulator takes work and speeds.
+
+One line of JSON for each iteration in `trace.jsonl`; what the pieces mean is at `Trace`. Nothing in the job reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynarl import rundir
+
+
+class Trace:
+    """The pieces of one iteration.
+
+    answers: [sample, prompt tokens, tokens, of which tools wrote, tool calls, seconds in tools, seconds since the
+    iteration began]; leases: [role, tokens, node-seconds]; decode: mean running requests, rounded -> [decode steps,
+    tokens, prefilled tokens, seconds] of one engine, summed over all intervals between two of its figures.
+    """
+
+    def __init__(self) -> None:
+        self.answers: list[list[Any]] = []
+        self.leases: list[list[Any]] = []
+        self._decode: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
+
+    def decoded(self, running: float, tokens: int, prefilled: int, seconds: float) -> None:
+        """An engine made `tokens` in `seconds` with so many requests running in the mean."""
+        for index, value in enumerate((tokens / running, tokens, prefilled, seconds)):
+            self._decode[round(running)][index] += value
+
+    def line(self, **facts: Any) -> bytes:
+        decode = [[running, *(round(v, 5) for v in sums)] for running, sums in sorted(self._decode.items())]
+        return msgspec.json.encode({**facts, "answers": self.answers, "leases": self.leases, "decode": decode}) + b"\n"
+
+
+def append(run: Path, line: bytes) -> None:
+    """Add a line to the run's trace, in one write. Raises OSError."""
+    fd = os.open(rundir.trace(run), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
