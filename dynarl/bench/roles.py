@@ -53,6 +53,7 @@ LOOK_S = 0.05
 class Candidate:
     """roles: those at the start, None for what the policy begins with; order: of requests that wait in an engine."""
 
+    name: str
     policy: Policy
     roles: dict[str, str] | None = None
     order: str = "priority"
@@ -98,13 +99,13 @@ class RolesBench(Job):
             if training >= 1:
                 roles = ["training"] * training + ["inference"] * inference + ["rollout"] * rollout
                 name = f"{STATIC}{rollout}:{inference}:{training}"
-                out[name] = Candidate(Policy(name="static"), dict(zip(nodes, roles)))
+                out[name] = Candidate(name, Policy(name="static"), dict(zip(nodes, roles)))
         dynamic = msgspec.structs.replace(self.config.policy, name="threshold", lend_owners=True)
-        out["colocated"] = Candidate(Policy(name="colocated"))
-        out["dynamic"] = Candidate(dynamic)
-        out["adaptive"] = Candidate(msgspec.structs.replace(dynamic, name="adaptive"))
+        out["colocated"] = Candidate("colocated", Policy(name="colocated"))
+        out["dynamic"] = Candidate("dynamic", dynamic)
+        out["adaptive"] = Candidate("adaptive", msgspec.structs.replace(dynamic, name="adaptive"))
         for name in ("dynamic", "adaptive") if agentic else ():
-            out[name + BY_ARRIVAL] = replace(out[name], order="arrival")
+            out[name + BY_ARRIVAL] = replace(out[name], name=name + BY_ARRIVAL, order="arrival")
         return out
 
     def write(self, **results: Any) -> None:
@@ -144,6 +145,10 @@ class RolesBench(Job):
         await self.fleet.call_each(self.home, "forget", iteration=1)
         ended = time.monotonic()
         self.work = work_of(run)
+        self.writer.trace(self.monitor.trace.line(
+            candidate=candidate.name, policy=policy.name, roles=roles, enter_s=entered - began,
+            step_s=[stepped - accumulated], sync_s=ended - stepped, seconds=ended - began,
+            switches=[outcome.phases for outcome in run.tally.switches if outcome.committed]))
         after = await self.prefills()
         prefilled, reused = after[0] - prefilled, after[1] - reused
         return {

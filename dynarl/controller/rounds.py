@@ -89,6 +89,7 @@ class Rounds:
         roles = self.monitor.start_roles(
             self.config.policy, self.home, self.offers, algorithm.prompts_per_step, algorithm.group_size, scored)
         await self.enter(roles, f"iteration {number} begins")
+        entered = self.clock()
         self.journal.append("iteration_started", iteration=number, version=self.weights.version, samples=samples)
         self.monitor.begin(number)
         self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
@@ -111,6 +112,10 @@ class Rounds:
         await self.staging.everywhere()
         self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=number)
+        self.writer.trace(self.monitor.trace.line(
+            iteration=number, policy=self.config.policy.name, roles=roles, enter_s=entered - began,
+            step_s=[step["seconds"] for step in stepped], sync_s=self.clock() - ended, seconds=self.clock() - began,
+            switches=[outcome.phases for outcome in run.tally.switches if outcome.committed]))
         self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
 
     def settle(self) -> None:

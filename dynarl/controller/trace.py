@@ -5,14 +5,10 @@ One line of JSON for each iteration in `trace.jsonl`; what the pieces mean is at
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from dynarl import rundir
 
 
 class Trace:
@@ -36,12 +32,3 @@ class Trace:
     def line(self, **facts: Any) -> bytes:
         decode = [[running, *(round(v, 5) for v in sums)] for running, sums in sorted(self._decode.items())]
         return msgspec.json.encode({**facts, "answers": self.answers, "leases": self.leases, "decode": decode}) + b"\n"
-
-
-def append(run: Path, line: bytes) -> None:
-    """Add a line to the run's trace, in one write. Raises OSError."""
-    fd = os.open(rundir.trace(run), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, line)
-    finally:
-        os.close(fd)

@@ -1,4 +1,5 @@
-"""Scalars of a run by step: JSON lines always, TensorBoard event files where its package is installed.
+"""Scalars of a run by step: JSON lines always, TensorBoard event files where its package is installed. Beside them the
+trace of its iterations.
 
 A line of metrics.jsonl is `{"step":3,"t":1700000000.5,"data":{"critic/rewards/mean":0.4,...}}`; the names are verl's
 where verl has one. A run that was resumed logs some steps again: what comes later in the file counts.
@@ -30,6 +31,15 @@ class MetricsWriter:
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # the last start was killed in the middle of a line
         self._board = _open_board(rundir.tensorboard(run), resume_step)
+        self._trace = rundir.trace(run)
+
+    def trace(self, line: bytes) -> None:
+        """Add a line to the run's trace (`controller.trace`), which is far larger than the scalars."""
+        fd = os.open(self._trace, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
         """Write scalars of one step. Values that are not finite become null in the JSON."""
