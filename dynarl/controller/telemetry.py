@@ -114,7 +114,7 @@ class Monitor:
                  tool_calls: int = 0, tool_seconds: float = 0.0) -> None:
         self._partial.pop(sample, None)
         self.lengths.finished(tokens)
-        at_s = round(self._clock() - self._began, 4)
+        at_s = round(self.clock() - self._began, 4)
         self.trace.answers.append([sample, prompt_tokens, tokens, masked_tokens, tool_calls, tool_seconds, at_s])
 
     def given_up(self, sample: str, tokens: int) -> None:

@@ -15,7 +15,7 @@ class Trace:
     """The pieces of one iteration.
 
     answers: [sample, prompt tokens, tokens, of which tools wrote, tool calls, seconds in tools, seconds since the
-    iteration began]; leases: [role, tokens, node-seconds]; decode: mean running requests, rounded -> [decode steps,
+    iteration began]; leases: [role, answer tokens, node-seconds]; decode: mean running requests, rounded -> [decode steps,
     tokens, prefilled tokens, seconds] of one engine, summed over all intervals between two of its figures.
     """
 

@@ -73,6 +73,8 @@ class Pretended(roles.RolesBench):
         self.workers = SimpleNamespace(down=self.fleet.down, settled=self.nothing)
         self.staging = SimpleNamespace(everywhere=self.nothing)
         self.trainer = Trainer(self.fleet)
+        self.traces = []
+        self.writer = SimpleNamespace(trace=lambda line: self.traces.append(json.loads(line)))
 
     async def nothing(self):
         pass
@@ -103,6 +105,12 @@ def test_every_candidate_trains_every_sample_once_and_is_in_the_results(tmp_path
     assert set(results["rounds"]) == CANDIDATES and {len(each) for each in results["rounds"].values()} == {2}
     assert len(bench.trainer.steps) == 3 + 2 * len(CANDIDATES), "three are not counted"
     assert all(len(step) == 18 and set(step.values()) == {1} for step in bench.trainer.steps)
+    assert {line["candidate"] for line in bench.traces} == CANDIDATES
+    for line in bench.traces:
+        assert len({answer[0] for answer in line["answers"]}) == 18 and line["roles"].keys() == HOME.keys()
+        for role in ("inference", "training"):
+            traced = sum(tokens for stage, tokens, _ in line["leases"] if stage == role)
+            assert traced == sum(tokens for _, _, tokens, *_ in line["answers"])
     assert set(order for order, _ in bench.fleet.asked) == {"priority", "arrival"}
     asked = Counter()
     for order, count in bench.fleet.asked:
