@@ -99,6 +99,7 @@ class Monitor:
             self.costs.step.observe(mean * self._config.cluster.devices_per_node, step_s)
             self.trace.decoded(mean, tokens - last["tokens"], prefill_tokens - last["prefilled"], now - last["at"])
             self._rates[node] = mean / step_s
+        self.trace.kv_tokens = max(self.trace.kv_tokens, kv_total_tokens or 0)
         self._workers[node][worker] = {
             "at": now,
             "running": running,

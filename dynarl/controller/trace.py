@@ -16,12 +16,14 @@ class Trace:
 
     answers: [sample, prompt tokens, tokens, of which tools wrote, tool calls, seconds in tools, seconds since the
     iteration began]; leases: [role, answer tokens, node-seconds]; decode: mean running requests, rounded -> [decode steps,
-    tokens, prefilled tokens, seconds] of one engine, summed over all intervals between two of its figures.
+    tokens, prefilled tokens, seconds] of one engine, summed over all intervals between two of its figures; kv_tokens:
+    what the KV memory of one engine holds, 0 where none has told.
     """
 
     def __init__(self) -> None:
         self.answers: list[list[Any]] = []
         self.leases: list[list[Any]] = []
+        self.kv_tokens = 0
         self._decode: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
 
     def decoded(self, running: float, tokens: int, prefilled: int, seconds: float) -> None:
@@ -31,4 +33,6 @@ class Trace:
 
     def line(self, **facts: Any) -> bytes:
         decode = [[running, *(round(v, 5) for v in sums)] for running, sums in sorted(self._decode.items())]
-        return msgspec.json.encode({**facts, "answers": self.answers, "leases": self.leases, "decode": decode}) + b"\n"
+        return msgspec.json.encode(
+            {**facts, "answers": self.answers, "leases": self.leases, "decode": decode, "kv_tokens": self.kv_tokens}
+        ) + b"\n"

@@ -1,0 +1,257 @@
+"""The constants of a simulated cluster from the trace of a real run, each with its error; and that run as a scenario.
+
+Fitted by least squares, never below zero, with standard errors (`controller.trace` says what a trace has):
+
+    decode     seconds = fixed * steps + per_request * tokens + prefill_token * prefilled      of one engine, by load
+    stages     node-seconds = fixed + per_token * tokens                                       of one group
+    phases     medians of the phases of moves, of the optimizer step, of new weights to all nodes
+
+Times are seen from the controller, messages included, so messages take no time of their own here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dynarl import rundir
+from dynarl.config import load
+from dynarl.config.schema import Config
+from dynarl.controller.nodes import assign_homes
+from dynarl.errors import DynarlError
+from dynarl.lines import LineReader
+from dynarl.perf.rollout import StepModel
+from dynarl.sim.workload import NS_PER_S, SimRequest, Turn
+from dynarl.sim.world import Times, World
+
+Line = Mapping[str, Any]
+# An engine that never said what it holds is taken to hold everything.
+UNBOUNDED_TOKENS = 1 << 40
+# Rollout workers of a real job report so often.
+FIGURES_S = 0.25
+POLICIES = ("static", "colocated", "threshold", "adaptive")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A fitted value; error: its standard error, None where one measurement alone speaks for it."""
+
+    name: str
+    value: float
+    unit: str
+    error: float | None
+
+
+class NoTrace(DynarlError):
+    """The run has no trace, or nothing in it to fit to."""
+
+
+def read(run: Path) -> list[Line]:
+    """The lines of a run's trace, oldest first. Raises NoTrace."""
+    lines = []
+    for line in LineReader(rundir.trace(run)):
+        try:
+            lines.append(msgspec.json.decode(line))
+        except msgspec.DecodeError:  # cut short by a crash
+            continue
+    if not lines:
+        raise NoTrace(f"{rundir.trace(run)} has no iteration: run the job for at least one, with a dynarl that writes traces")
+    return lines
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The constants of one cluster and model. step: of a rollout engine; stages: role -> (fixed_s, per_token_s);
+    phases: seconds by name."""
+
+    step: StepModel
+    stages: Mapping[str, tuple[float, float]]
+    phases: Mapping[str, float]
+    kv_tokens: int
+    constants: Sequence[Constant]
+
+    def times(self) -> Times:
+        def group(role: str) -> Callable[[Sequence[tuple[int, int]]], float]:
+            fixed_s, per_token_s = self.stages[role]
+            return lambda sizes: fixed_s + per_token_s * sum(response for _, response in sizes)
+
+        phase = self.phases
+        return Times(
+            inference=group("inference"),
+            training=group("training"),
+            optimizer=lambda num_devices: phase["step"],
+            transfer=lambda source, target: phase["transfer"],
+            prepare_s=phase["prepare"],
+            vote_s=phase["vote"],
+            drain_s=phase["drain"],
+            commit_s=phase["commit"],
+            message_s=0.0,
+            verify_s=0.0,
+        )
+
+    def world(self, config: Config, homes: dict[str, str], draw: Callable[[int, int], Sequence[SimRequest]]) -> World:
+        """A cluster with these constants; a device is a GPU."""
+        return World(
+            config=config, homes=homes, gpus_per_device=1, engines_per_device=1, step=self.step,
+            kv_capacity_tokens=self.kv_tokens or UNBOUNDED_TOKENS, draw=draw, times=self.times(),
+            network=_Measured(self.phases["sync"]), figures_s=FIGURES_S, decision_s=0.0,
+        )  # fmt: skip
+
+
+
+class _Measured:
+    """New weights take what they took; everything else is in the other constants."""
+
+    def __init__(self, sync_s: float):
+        self._sync_s = sync_s
+
+    def seconds(self, op: str, group: Sequence[int], num_bytes: int) -> float:
+        return self._sync_s if op == "broadcast" else 0.0
+
+
+def fit(lines: Sequence[Line]) -> Calibration:
+    """Constants from these lines of a trace. Raises NoTrace where they lack something that every job has."""
+    constants: list[Constant] = []
+    step = _decode(lines, constants)
+    stages = {role: _stage(lines, role, constants) for role in ("inference", "training")}
+    phases = _phases(lines, constants)
+    return Calibration(step, stages, phases, max(line["kv_tokens"] for line in lines), constants)
+
+
+def requests(line: Line) -> list[SimRequest]:
+    """The answers of an iteration as they were. What tools wrote and how long they took is shared evenly by the calls."""
+    found = []
+    for sample, prompt, tokens, masked, calls, tool_s, _ in line["answers"]:
+        written = tokens - masked
+        shares, results = _even(written, calls + 1), _even(masked, calls)
+        tool_ns = round(tool_s * NS_PER_S / calls) if calls else 0
+        turns = [Turn(share, tool_ns, result) for share, result in zip(shares, results)] + [Turn(shares[-1])]
+        found.append(SimRequest(sample, prompt, tuple(turns)))
+    # In the order in which the controller has them: group by group.
+    return sorted(found, key=lambda request: tuple(map(int, request.sample.split(":"))))
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """
+    >>> _even(7, 3), _even(5, 0)
+    ([3, 2, 2], [])
+    """
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+# --- fits
+
+
+def _decode(lines: Sequence[Line], constants: list[Constant]) -> StepModel:
+    rows = np.array([row[1:] for line in lines for row in line["decode"]], float).reshape(-1, 4)
+    rows = rows[rows[:, 3] > 0]
+    if not len(rows):
+        raise NoTrace("no engine reported its load while it decoded: the iterations were too short to fit a step time to")
+    # Sums of many intervals: their variance grows with their length.
+    weight = 1.0 / np.sqrt(rows[:, 3])
+    values, errors = _least_squares(rows[:, :3] * weight[:, None], rows[:, 3] * weight)
+    for name, value, error in zip(("fixed", "per_request", "prefill_token"), values, errors):
+        constants.append(Constant(f"decode/{name}", value, "s", error))
+    fixed_s, per_request_s, prefill_s = values
+    return StepModel(max(fixed_s, 1e-9), per_request_s, 0.0, prefill_token_s=prefill_s)
+
+
+def _stage(lines: Sequence[Line], role: str, constants: list[Constant]) -> tuple[float, float]:
+    leases = np.array([[tokens, s] for line in lines for name, tokens, s in line["leases"] if name == role], float)
+    if not len(leases):
+        return 0.0, 0.0  # a job without this stage
+    features = np.stack([np.ones(len(leases)), leases[:, 0]], axis=1)
+    (fixed_s, per_token_s), errors = _least_squares(features, leases[:, 1])
+    constants.append(Constant(f"{role}/fixed", fixed_s, "s", errors[0]))
+    constants.append(Constant(f"{role}/per_token", per_token_s, "s", errors[1]))
+    return fixed_s, per_token_s
+
+
+def _phases(lines: Sequence[Line], constants: list[Constant]) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {"step": [], "sync": []}
+    for line in lines:
+        seconds["step"] += line["step_s"]
+        seconds["sync"].append(line["sync_s"])
+    for name in ("prepare", "vote", "drain", "transfer", "commit"):
+        seconds[name] = [1e-3 * each[f"{name}_ms"] for line in lines for each in line["switches"] if f"{name}_ms" in each]
+    # Groups that were finished first are simulated as such: what is left is the time of a node that had none.
+    seconds["drain"] = sorted(seconds["drain"])[: len(seconds["drain"]) // 4 + 1]
+    found = {}
+    for name, values in seconds.items():
+        found[name] = statistics.median(values) if values else 0.0
+        if values:
+            constants.append(Constant(f"phase/{name}", found[name], "s", _median_error(values)))
+    return found
+
+
+def _median_error(values: Sequence[float]) -> float | None:
+    """Standard error of a median, from the spread of the middle half (normal: sigma = IQR / 1.349)."""
+    if len(values) < 4:
+        return None
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.2533 * (high - low) / 1.349 / len(values) ** 0.5
+
+
+def _least_squares(features: np.ndarray, target: np.ndarray) -> tuple[list[float], list[float | None]]:
+    """Coefficients, none below zero, and their standard errors: what would be negative is left out, the worst first."""
+    used = [index for index in range(features.shape[1]) if features[:, index].any()]
+    while True:
+        part = features[:, used]
+        values = np.linalg.lstsq(part, target, rcond=None)[0]
+        if not len(used) or values.min() >= 0:
+            break
+        scale = values * np.abs(part).mean(axis=0)
+        del used[int(scale.argmin())]
+    freedom = len(target) - len(used)
+    errors: list[float | None] = [None] * features.shape[1]
+    if freedom > 0:
+        variance = float(((part @ values - target) ** 2).sum()) / freedom
+        spread = np.sqrt(np.maximum(np.diag(np.linalg.pinv(part.T @ part)) * variance, 0.0))
+        for index, error in zip(used, spread):
+            errors[index] = float(error)
+    found = [0.0] * features.shape[1]
+    for index, value in zip(used, values):
+        found[index] = float(value)
+    return found, errors
+
+
+# --- a recorded run as a scenario
+
+
+class Recorded:
+    """Iterations of a run again, one after another, under any policy and with any number of nodes; see `simulate`."""
+
+    policies = POLICIES
+    throughput_unit = "tokens/s"
+
+    def __init__(self, name: str, config: Config, lines: Sequence[Line], calibration: Calibration, num_nodes: int):
+        self.name, self._config, self._lines, self.calibration = name, config, lines, calibration
+        self.num_nodes = num_nodes
+        self.iterations = self.measured = len(lines)
+        self.about = f"{len(lines)} recorded iterations of {name} on {num_nodes} nodes"
+
+    def world(self, policy: str) -> World:
+        config = msgspec.structs.replace(self._config, policy=msgspec.structs.replace(self._config.policy, name=policy))
+        names = [f"n{index + 1}" for index in range(self.num_nodes)]
+        return self.calibration.world(config, assign_homes(config, names), self._draw)
+
+    def _draw(self, iteration: int, seed: int) -> list[SimRequest]:
+        return renamed(requests(self._lines[iteration - 1]), iteration)
+
+
+def renamed(answers: Iterable[SimRequest], iteration: int) -> list[SimRequest]:
+    """As samples of another iteration."""
+    return [each._replace(sample=f"{iteration}:{each.sample.partition(':')[2]}") for each in answers]
+
+
+def recorded(run: Path, num_nodes: int | None = None) -> Recorded:
+    """A run as a scenario. Raises NoTrace, ConfigError."""
+    config = load.from_text(rundir.config(run).read_text()).config
+    lines = [line for line in read(run) if line["answers"]]
+    return Recorded(run.name, config, lines, fit(lines), num_nodes or config.cluster.nodes)
