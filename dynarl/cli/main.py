@@ -23,6 +23,8 @@ COMMANDS = {
     "config": ("dynarl.cli.config_cmd:command", "Show and check configurations."),
     "doctor": ("dynarl.cli.doctor:command", "Check that this machine and its Slurm can run dynarl."),
     "vps": ("dynarl.cli.vps:command", "What it takes to move a model to another parallel layout."),
+    "simulate": ("dynarl.cli.simulate:command", "What a policy would make of a workload, on a simulated cluster."),
+    "sim": ("dynarl.cli.sim_cmd:command", "Fit the simulator to recorded runs, and hold it against them."),
     "bench": ("dynarl.cli.bench:command", "Run a benchmark."),
 }
 

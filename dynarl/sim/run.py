@@ -74,6 +74,9 @@ class _Writer:
     def log(self, iteration: int, data: dict[str, float]) -> None:
         self.rows[iteration] = data
 
+    def trace(self, line: bytes) -> None:
+        """What a simulated iteration took says nothing that its world does not."""
+
 
 class Scenario(Protocol):
     """A world for each policy. iterations: of the job; the last `measured` of them count."""
