@@ -42,11 +42,11 @@ def command(scenario: str | None, run: str | None, policies: tuple[str, ...], se
     if bool(scenario) == bool(run):
         raise click.UsageError("give a SCENARIO (see --list) or --from RUN")
     chosen = scenarios.load(scenario) if scenario else _recorded(run)
-    chosen = chosen.changed(nodes=nodes, network=network, oracle=oracle)
+    chosen = chosen.changed(nodes=nodes, network=network)
     policies = policies or tuple(chosen.policies)
     if unknown := [policy for policy in policies if policy not in chosen.policies]:
         raise click.UsageError(f"--policy {unknown[0]}: {chosen.name} has {', '.join(chosen.policies)}")
-    runs = _simulate(chosen, policies, seeds or (1,))
+    runs = _simulate(chosen, policies, seeds or (1,), oracle)
     try:
         _show(chosen, runs, output_format, target)
     except OSError as error:
@@ -59,7 +59,9 @@ def _recorded(run: str) -> Scenario:
     return scenario_of(rundir.resolve(run))
 
 
-def _simulate(scenario: Scenario, policies: tuple[str, ...], seeds: tuple[int, ...]) -> list[dict[str, Any]]:
+def _simulate(
+    scenario: Scenario, policies: tuple[str, ...], seeds: tuple[int, ...], oracle: bool
+) -> list[dict[str, Any]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from dynarl.sim.run import simulate
@@ -73,10 +75,10 @@ def _simulate(scenario: Scenario, policies: tuple[str, ...], seeds: tuple[int, .
             for policy in policies:
                 done = len(runs)
                 bar.update(task, description=f"{policy}, seed {seed}")
-                result = simulate(
-                    scenario, policy, seed, progress=lambda part: bar.update(task, completed=done + part)
-                )
-                runs.append(result.as_json())
+                runs.append(simulate(
+                    scenario, policy, seed, oracle=oracle,
+                    progress=lambda part, of: bar.update(task, completed=done + part / of),
+                ))
     return runs
 
 
@@ -98,7 +100,7 @@ def _show(scenario: Scenario, runs: list[dict[str, Any]], form: str, target: Pat
 
     found = summary(runs)
     if form == "json":
-        output.print_json({"scenario": scenario.name, "unit": scenario.unit, "summary": found, "results": runs}, target)
+        output.print_json({"scenario": scenario.name, "throughput_unit": scenario.throughput_unit, "summary": found, "results": runs}, target)
     elif form == "table":
         _print(scenario, found, runs)
     else:
@@ -117,7 +119,7 @@ def _draw(scenario: Scenario, found: dict[str, Any], runs: list[dict[str, Any]],
         ) from error
     title = f"Simulated: {scenario.name}"
     if form == "html":
-        target.write_text(page(title, scenario.unit, scenario.facts(), found, runs), encoding="utf-8")
+        target.write_text(page(title, scenario.throughput_unit, scenario.facts(), found, runs), encoding="utf-8")
     else:
         save([run for run in runs if run["seed"] == runs[0]["seed"]], title, target, form)
 
@@ -130,7 +132,7 @@ def _print(scenario: Scenario, found: dict[str, Any], runs: list[dict[str, Any]]
     colour, fancy = console.is_terminal and not console.no_color, output.fancy(console)
     plus_minus = "±" if fancy else "+-"
     console.print(f"{scenario.name}: {scenario.about}", soft_wrap=True)
-    table = output.table("policy", ">makespan", f">{scenario.unit}", ">times faster", *(f">{kind}" for kind in KINDS))
+    table = output.table("policy", ">makespan", f">{scenario.throughput_unit}", ">times faster", *(f">{kind}" for kind in KINDS))
     for policy, entry in found.items():
         cells = []
         for name, unit, digits in (("makespan_s", " s", 1), ("throughput", "", 1), ("faster", "", 3)):
