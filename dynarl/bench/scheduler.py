@@ -3,7 +3,7 @@
 - Time: one decision in the middle of an iteration, for sizes up to 8192 devices, 8 components and 65536 live requests.
 - Search: on small random situations, the forecast of what was decided against that of the best of all allocations.
 - Iterations: whole ones on paper (`scheduler.replay`) against the best schedule that a search finds which knows every
-  length, against a bound that no schedule beats, and the other policies beside it.
+  length, against a bound that no schedule beats (`scheduler.bound`), and the other policies beside it.
 
 Deterministic but for the times.
 """
@@ -21,6 +21,7 @@ from dynarl.config.schema import Policy
 from dynarl.scheduler import adaptive
 from dynarl.scheduler import policy as rules
 from dynarl.scheduler.allocations import Pool
+from dynarl.scheduler.bound import least_s
 from dynarl.scheduler.costs import Costs, WorkRate
 from dynarl.scheduler.replay import Replay, Work
 from dynarl.scheduler.situation import Queue, Situation
@@ -40,7 +41,7 @@ SIZES = [
 ]
 DECISIONS = 50
 MAX_TOKENS = 2048
-SEARCHES, ITERATIONS, SCHEDULES = 60, 8, 240
+SEARCHES, ITERATIONS, SCHEDULES = 60, 24, 240
 POLICY = Policy(name="adaptive", lend_owners=True, dwell_s=0.1)
 
 
@@ -203,7 +204,7 @@ def iteration_quality(seed: int) -> dict[str, float]:
     memory = Lengths(cap)
     for length in draw(groups * size):  # the former iteration
         memory.finished(length)
-    results = {"seed": seed, "nodes": nodes, "groups": groups, "bound_s": work.least_s(nodes)}
+    results = {"seed": seed, "nodes": nodes, "groups": groups, "bound_s": least_s(work, nodes)}
     asks = {"adaptive": ask_adaptive(POLICY, work, memory)}
     asks |= {name: ask_rules(Policy(name=name, threshold=16, lend_owners=True)) for name in ("threshold", "colocated")}
     everybody = dict.fromkeys(home, "rollout")

@@ -175,8 +175,8 @@ def _generate(
 
     later = np.arange(len(live))[None, :] >= cell[:, None]
     generators = np.where(later, np.minimum(rollout, keep)[:, None], rollout[:, None])
-    # What a request shares its node with: itself and its part of the others.
-    running = np.minimum(1.0 + np.maximum(live - 1.0, 0.0) / np.maximum(generators, NO_NODES), problem.max_running)
+    # Requests change nodes, so all nodes have about as many.
+    running = np.clip(live / np.maximum(generators, NO_NODES), 1.0, problem.max_running)
     queueing = np.maximum(live / np.maximum(generators * problem.max_running, NO_NODES), 1.0)
     spans = steps * queueing * (a + c * running)
     return generators, np.concatenate([np.zeros((len(rollout), 1)), np.cumsum(spans, axis=1)], axis=1)

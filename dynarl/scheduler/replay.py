@@ -1,10 +1,10 @@
 """One iteration on paper: requests decode, groups queue, nodes move when a policy says so. For tests and benchmarks
 of policies.
 
-Deterministic and exact for what it models: a node with b requests makes one token of each in a + c * b seconds, a
-stage's node takes one group at a time and tokens * seconds per token for it, a node that moves first gives its
-requests back (a stage's node finishes its group) and is then missing for `move_s`. What it leaves out is what the
-real cluster is measured for: messages, prefills, noise.
+Deterministic and exact for what it models: a node with b requests makes one token of each in a + c * b seconds, and
+requests change nodes as soon as these have two more than those; a stage's node takes one group at a time and tokens *
+seconds per token for it; a node that moves first gives its requests back (a stage's node finishes its group) and is
+then missing for `move_s`. What it leaves out is what the real cluster is measured for: messages, prefills, noise.
 """
 
 from __future__ import annotations
@@ -31,16 +31,6 @@ class Work:
     max_running: int = 64
     move_s: float = 0.3
     look_s: float = 0.1
-
-    def least_s(self, num_nodes: int) -> float:
-        """No schedule ends earlier, whatever it knows: all nodes always busy; and the longest answer alone on a
-        node, then its group through every stage."""
-        a, c = self.step
-        total, longest = sum(map(sum, self.lengths)), max(map(max, self.lengths))
-        per_token = sum(self.stages.values())
-        work = (c + per_token) * total + a * max(longest, total / self.max_running)
-        path = max(max(group) * (a + c) + per_token * sum(group) for group in self.lengths)
-        return max(work / num_nodes, path)
 
 
 @dataclass
@@ -143,22 +133,35 @@ class Replay:
             node = min(generators, key=lambda n: len(n.requests))
             if len(node.requests) >= self.work.max_running:
                 break
-            sample = self.waiting.popleft()
-            heapq.heappush(node.requests, (node.steps + self.length[sample] - self.done[sample], sample))
+            self._begin(self.waiting.popleft(), node)
+        while generators:
+            emptiest, fullest = (find(generators, key=lambda n: len(n.requests)) for find in (min, max))
+            if len(fullest.requests) - len(emptiest.requests) < 2:
+                break
+            self._begin(self._take_away(max(fullest.requests), fullest), emptiest)
         for stage, queue in self.queues.items():
             for node in self._at_work(stage):
                 if queue and node.group is None:
                     node.group = queue.popleft()
                     node.busy_until = self.t + self.work.stages[stage] * sum(self.work.lengths[node.group])
 
+    def _begin(self, sample: int, node: _Node) -> None:
+        heapq.heappush(node.requests, (node.steps + self.length[sample] - self.done[sample], sample))
+
+    def _take_away(self, entry: tuple[float, int], node: _Node) -> int:
+        node.requests.remove(entry)
+        heapq.heapify(node.requests)
+        end, sample = entry
+        self.done[sample] = self.length[sample] - (end - node.steps)
+        return sample
+
     def _move(self, moves: dict[str, str]) -> None:
         for name, target in moves.items():
             node = self.nodes[name]
             assert target in self.may[name], f"{name} cannot be {target}"
-            for end, sample in node.requests:
-                self.done[sample] = self.length[sample] - (end - node.steps)
-                self.waiting.appendleft(sample)
-            node.requests, node.going = [], target
+            for entry in list(node.requests):
+                self.waiting.appendleft(self._take_away(entry, node))
+            node.going = target
             node.back_at = max(node.busy_until or self.t, self.t) + self.work.move_s
         if moves:
             self.history.append((self.t, dict(moves)))

@@ -14,6 +14,7 @@ from dynarl.config.schema import Policy
 from dynarl.scheduler import adaptive
 from dynarl.scheduler.adaptive import PAYBACK, decide, start_roles
 from dynarl.scheduler.allocations import Pool, ladder
+from dynarl.scheduler.bound import least_s
 from dynarl.scheduler.costs import Costs
 from dynarl.scheduler.policy import capabilities
 from dynarl.scheduler.policy import start_roles as first_roles
@@ -275,7 +276,7 @@ def test_components_and_their_number_come_from_the_situation():
     replay = Replay(
         work, nodes, dict.fromkeys(nodes, frozenset({"rollout", *stages})), ask_adaptive(POLICY, work, memory())
     )
-    assert replay.run() < 2 * work.least_s(12)
+    assert replay.run() < 2 * least_s(work, 12)
     assert {role for _, moves in replay.history for role in moves.values()} == set(stages)
 
 
@@ -438,7 +439,7 @@ def test_any_iteration_ends_with_all_groups_trained_and_few_moves(work, rollout,
     if not any("inference" in choices for choices in may.values()):
         work = replace(work, stages={"training": work.stages["training"]})
     replay = Replay(work, first_roles(policy, homes), may, ask_adaptive(policy, work, memory()))
-    assert replay.run() >= work.least_s(len(homes)) - 1e-6
+    assert replay.run() >= least_s(work, len(homes)) - 1e-6
     assert max(Counter(node for _, moves in replay.history for node in moves).values(), default=0) <= 4
 
 
