@@ -1,15 +1,15 @@
 """How early can an iteration on paper end at all, whatever the policy knows? A bound that no `scheduler.replay` beats.
 
 A schedule is seen by what it does while the furthest answer so far grows from one token to the next. Let x be that
-answer's length, M the nodes, n of them those that ever leave rollout, and R(x) those that generate, M - n <= R <= M:
+answer's length, M the nodes, n of them those that are ever out of rollout, and R(x) those that generate, M - n <= R <= M:
 
-- A node decodes all requests that it has, and these are spread evenly. So each of them has at least floor(N(x) / R)
-  beside it (at most `max_running`), where N(x) answers are longer than x, and the next token of the furthest takes at
+- A node decodes all requests that it has, and these are spread evenly. So each is one of at least floor(N(x) / R) on
+  its node (or of `max_running`), where N(x) answers are longer than x, and the next token of the furthest takes at
   least a + c * floor(N(x) / R) seconds.
 - A group is complete no earlier than x reaches its longest answer. Then it has to go through all stages, each on one
   node: the end is at least that moment plus the group's own work.
 - All work of the groups that are complete at x or later is done after that, by nodes that do not generate then, and by
-  at most n after the last answer. From the very beginning, each of the n loses a move as well.
+  at most n after the last answer. From the very beginning, each of the n that has to leave for it loses a move as well.
 
 The least end under these conditions is what the bound is, minimised over n. Each is a linear inequality, so Lagrange
 multipliers take them apart into one choice of R for each x; whatever the multipliers, what comes out is a bound
@@ -27,8 +27,8 @@ from dynarl.scheduler.replay import Work
 STEPS = 500
 
 
-def least_s(work: Work, num_nodes: int, steps: int = STEPS) -> float:
-    """Seconds that every schedule takes at least.
+def least_s(work: Work, num_nodes: int, elsewhere: int = 0, steps: int = STEPS) -> float:
+    """Seconds that every schedule takes at least. elsewhere: nodes that do not generate at the beginning.
 
     >>> work = Work([[100], [10]], (0.01, 0.001), {"training": 0.001}, move_s=0.0)
     >>> round(least_s(work, num_nodes=2), 3)  # 100 steps of a request alone, then its training
@@ -36,15 +36,15 @@ def least_s(work: Work, num_nodes: int, steps: int = STEPS) -> float:
     """
     least = np.inf
     for leavers in range(num_nodes, 0, -1):
-        least = min(least, _Relaxed(work, num_nodes, leavers).ascend(steps, least))
+        least = min(least, _Relaxed(work, num_nodes, leavers, elsewhere).ascend(steps, least))
     return float(least)
 
 
 class _Relaxed:
-    """The conditions with `leavers` nodes that ever leave rollout. Arrays over x have one cell for each different
+    """The conditions with `leavers` nodes that are ever out of rollout. Arrays over x have one cell for each different
     length; a cell ends where answers of that length do."""
 
-    def __init__(self, work: Work, num_nodes: int, leavers: int):
+    def __init__(self, work: Work, num_nodes: int, leavers: int, elsewhere: int):
         a, c = work.step
         lengths = np.sort(np.concatenate([np.asarray(group) for group in work.lengths]))
         ends = np.unique(lengths)
@@ -61,7 +61,7 @@ class _Relaxed:
         self._before = (cells <= done_in[:, None]).astype(float)  # [groups, cells] until a group is complete
         begins = np.unique(done_in)
         after = np.array([self._own[done_in >= begin].sum() for begin in begins])
-        self._work = np.concatenate([[after[0] + leavers * work.move_s], after])
+        self._work = np.concatenate([[after[0] + max(leavers - elsewhere, 0) * work.move_s], after])
         self._later = (cells > np.concatenate([[-1], begins])[:, None]).astype(float)
         self._leavers = leavers
 
