@@ -78,8 +78,8 @@ class Roles:
         return await self._agent.remapper.vote(epoch, plan["ranks"], self._plan_ready, digest, limit_s)
 
     async def on_quiesce(self, peer: str, epoch: int, limit_s: float) -> dict:
-        """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens}], unstarted:
-        [lease]}.
+        """Stop the active role here, if the plan moves this node. Returns {given_up: [{sample, tokens,
+        masked_tokens}], unstarted: [lease]}.
 
         A worker that keeps its work for longer than `limit_s` is ended, and CallError raised: the controller offers its
         work to others, from what is recorded here.

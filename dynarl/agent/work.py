@@ -195,6 +195,7 @@ class Work:
         answer: Trajectory = entry["answer"]
         return {"sample": answer.sample, "prompt": entry["prompt"], "response": answer.response,
                 "logprobs": answer.rollout_logprobs, "tool_calls": answer.tool_calls,
+                "masked_tokens": answer.num_masked_tokens,
                 "stop_ids": [self.turns.tools.call_end] if self.turns else [],
                 **{name: entry[name] for name in ("max_response_tokens", "temperature", "seed", "order")}}
 
@@ -221,8 +222,8 @@ class Work:
     async def on_abort(
         self, peer: str, samples: list[str] | None = None, limit_s: float | None = None
     ) -> list[dict]:
-        """Stop generating (None: everything). Returns [{sample, tokens}] of what was given up; their tokens are in the
-        store here.
+        """Stop generating (None: everything). Returns [{sample, tokens, masked_tokens}] of what was given up; their tokens,
+        those that tools wrote (masked) included, are in the store here.
 
         Requests that finished before are not among them: they are reported by their own events. A worker that has not
         answered in time is ended.
@@ -240,7 +241,10 @@ class Work:
             parts.append(msgspec.structs.replace(self.requests.pop(sample)["answer"], finish="abort"))
         for part in parts:
             self.store.put(part)
-        return [{"sample": part.sample, "tokens": part.num_response_tokens} for part in parts]
+        return [
+            {"sample": part.sample, "tokens": part.num_response_tokens, "masked_tokens": part.num_masked_tokens}
+            for part in parts
+        ]
 
     async def sample_finished(self, sample: str, response: bytes, logprobs: bytes, finish: str, version: int) -> None:
         entry = self.requests.get(sample)

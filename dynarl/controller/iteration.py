@@ -237,7 +237,7 @@ class Iteration:
         full = self.ledger.finished(sample, node, reward=reward, tokens=tokens, finish=finish)
         if self._train:
             self._monitor.finished(
-                sample, tokens, prompt_tokens=prompt_tokens, masked_tokens=masked_tokens, tool_calls=tool_calls,
+                sample, tokens, masked_tokens, prompt_tokens=prompt_tokens, tool_calls=tool_calls,
                 tool_seconds=tool_seconds)
         self.tally.correct += correct
         self.tally.timed_out += timed_out
@@ -395,7 +395,7 @@ class Iteration:
         for node, given_up in outcome.given_up.items():
             for partial in given_up:
                 if self.requests.returned(node, partial):
-                    self._monitor.given_up(partial["sample"], partial["tokens"])
+                    self._monitor.given_up(**partial)
         for leases in outcome.unstarted.values():
             for lease in leases:
                 self.leases.back(lease)

@@ -70,11 +70,10 @@ class Requests:
             self._ledger.returned(sample, node, holder=holder)
 
     def returned(self, node: str, partial: dict) -> bool:
-        """`node` gave up this request ({sample, tokens}) and keeps its tokens. False: it did not have it."""
-        sample, tokens = partial["sample"], partial["tokens"]
-        if not self._ledger.returned(sample, node, holder=node if tokens else None):
+        """`node` gave up this request ({sample, tokens, masked_tokens}) and keeps its tokens. False: it did not have it."""
+        if not self._ledger.returned(partial["sample"], node, holder=node if partial["tokens"] else None):
             return False
-        self.router.given_back(sample, tokens)
+        self.router.given_back(**partial)
         return True
 
     # --- from one rollout node to another

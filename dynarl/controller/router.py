@@ -38,6 +38,7 @@ class Router:
         self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds
         self._begun: dict[str, tuple[float, float]] = {}  # running sample -> (when it was handed out, its tokens then)
         self._tokens: dict[str, int] = {}  # sample that was given back -> its tokens
+        self._masked: dict[str, int] = {}  # and those of them that tools wrote
         self.move_s = FIRST_MOVE_S
 
     # --- what is learned
@@ -56,9 +57,10 @@ class Router:
         self._prompt_tokens += (prompt_tokens - self._prompt_tokens) / self._finished
         self._begun.pop(sample, None)
         self._tokens.pop(sample, None)
+        self._masked.pop(sample, None)
 
-    def given_back(self, sample: str, tokens: int) -> None:
-        self._tokens[sample] = tokens
+    def given_back(self, sample: str, tokens: int, masked_tokens: int = 0) -> None:
+        self._tokens[sample], self._masked[sample] = tokens, masked_tokens
 
     def moved(self, seconds: float) -> None:
         """A request was got out of one instance, which is half of a move."""
@@ -99,7 +101,10 @@ class Router:
             if node in running:
                 running[node].append(sample)
         instances = [self._instance(node, samples, now) for node, samples in running.items()]
-        self._running = [int(request.prefix - self._prompt_tokens) for each in instances for request in each.running]
+        self._running = [
+            int(request.prefix - self._prompt_tokens) - self._masked.get(request.sample, 0)
+            for each in instances for request in each.running
+        ]
         return instances
 
     def _instance(self, node: str, samples: list[str], now: float) -> Instance:
@@ -125,5 +130,6 @@ class Router:
     def _request(self, sample: str, tokens: float, home: str | None) -> Request:
         tokens = min(tokens, self._lengths.max_tokens - 1)
         prefix = self._prompt_tokens + tokens
-        remaining = max(1.0, float(self._survival.expected_remaining(int(tokens))))
+        sampled = int(tokens) - self._masked.get(sample, 0)
+        remaining = max(1.0, float(self._survival.expected_remaining(sampled)))
         return Request(sample, wire.group_of(sample), prefix, remaining, home, "preferred" if home else "none")

@@ -58,7 +58,8 @@ class Monitor:
         self.lengths = Lengths(config.algorithm.max_response_tokens)
         self._workers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # node -> worker -> its last figures
         self._rates: dict[str, float] = {}
-        self._partial: dict[str, int] = {}  # sample -> tokens of the answer that its node gave up
+        self._partial: dict[str, int] = {}  # sample -> sampled tokens of the answer that its node gave up
+        self._written, self._sampled = 0, 0  # tokens of all finished answers, and without those of tools
         self._leases: dict[int, tuple[str, Replica, float, float]] = {}  # lease -> (role, replica, tokens, when)
         self._free_at: dict[Replica, float] = {}
         self.begin(0)
@@ -91,7 +92,7 @@ class Monitor:
         prefill_tokens: int = 0,
         **_: Any,
     ) -> None:
-        """Load of one rollout worker, a few times a second; lengths: tokens so far of (a sample of) its requests."""
+        """Load of one rollout worker, a few times a second; lengths: tokens sampled so far of (some of) its requests."""
         now, last = self.clock(), self._workers[node].get(worker)
         if last and last["running"] and running and tokens > last["tokens"] and now - last["at"] < self._figures_gap_s:
             mean = 0.5 * (running + last["running"])
@@ -111,15 +112,23 @@ class Monitor:
             "kv_total": kv_total_tokens,
         }
 
-    def finished(self, sample: str, tokens: int, *, prompt_tokens: int = 0, masked_tokens: int = 0,
+    def finished(self, sample: str, tokens: int, masked_tokens: int = 0, *, prompt_tokens: int = 0,
                  tool_calls: int = 0, tool_seconds: float = 0.0) -> None:
+        """masked_tokens: those that tools wrote; no decode step was made for them."""
         self._partial.pop(sample, None)
-        self.lengths.finished(tokens)
+        self.lengths.finished(tokens - masked_tokens)
+        self._written += tokens
+        self._sampled += tokens - masked_tokens
         at_s = round(self.clock() - self._began, 4)
         self.trace.answers.append([sample, prompt_tokens, tokens, masked_tokens, tool_calls, tool_seconds, at_s])
 
-    def given_up(self, sample: str, tokens: int) -> None:
-        self._partial[sample] = tokens
+    def given_up(self, sample: str, tokens: int, masked_tokens: int = 0) -> None:
+        self._partial[sample] = tokens - masked_tokens
+
+    @property
+    def written_per_sampled(self) -> float:
+        """Tokens of an answer for each that was sampled; 1 without tools."""
+        return self._written / self._sampled if self._sampled else 1.0
 
     def leased(self, lease: int, role: str, replica: Replica, tokens: float) -> None:
         self._leases[lease] = (role, replica, tokens, self.clock())
@@ -248,6 +257,7 @@ class Monitor:
             waiting=groups * size,
             lengths=[0] * (groups * size),
             live_members={size: groups},
+            written_per_sampled=self.written_per_sampled,
             max_running=self._max_running,
             max_queued=self._max_queued,
         )
@@ -288,6 +298,7 @@ class Monitor:
             live_members=Counter(len(g.samples) - len(g.holders) for g in generating),
             finished_tokens=sum(g.num_tokens for g in generating),
             prompt_tokens=self._config.algorithm.max_prompt_tokens,
+            written_per_sampled=self.written_per_sampled,
             max_running=self._max_running,
             max_queued=self._max_queued,
             kv_tokens=self.kv_tokens(),

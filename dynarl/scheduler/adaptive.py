@@ -80,9 +80,7 @@ def decide(
         return Decision(
             {}, f"Stay: the last move was {since_move_s:.2f} s ago, and policy.dwell_s is {policy.dwell_s:g}."
         )
-    made = generation(
-        survival, situation.lengths, dict(situation.live_members), situation.finished_tokens, situation.prompt_tokens
-    )
+    made = _generation(situation, survival)
     problem = _problem(situation, pool, made, costs)
     leave, held_by = _may_leave(policy, situation, pool, made)
     plans = _plans(situation, pool, costs, leave, problem, allocations)
@@ -100,7 +98,7 @@ def start_roles(
     situation: of the iteration that is to begin, all of its requests waiting, every node in its home role.
     """
     pool = Pool(situation)
-    made = generation(survival, situation.lengths, dict(situation.live_members), 0.0, situation.prompt_tokens)
+    made = _generation(situation, survival)
     problem = _problem(situation, pool, made, costs)
     now = tuple(pool.now[component] for component in situation.components)
     plans = [_Plan(now, {})]
@@ -139,6 +137,17 @@ def _call_back(situation: Situation, pool: Pool) -> Decision:
         return Decision({}, f"Stay: {reason}, and nobody may.")
     ways = Candidate({}, math.inf, 0.0, 0.0), Candidate(moves, math.inf, 0.0, 0.0)  # no forecast was made
     return Decision(moves, f"{reason}: one node returns at once.", ways, 1, math.inf)
+
+
+def _generation(situation: Situation, survival: Survival) -> Generation:
+    return generation(
+        survival,
+        situation.lengths,
+        dict(situation.live_members),
+        situation.finished_tokens,
+        situation.prompt_tokens,
+        situation.written_per_sampled,
+    )
 
 
 def _problem(situation: Situation, pool: Pool, made: Generation, costs: Costs) -> Problem:

@@ -70,10 +70,16 @@ class Generation:
 
 
 def generation(
-    survival: Survival, lengths, live_members: dict[int, int], finished_tokens: float, prompt_tokens: float = 0.0
+    survival: Survival,
+    lengths,
+    live_members: dict[int, int],
+    finished_tokens: float,
+    prompt_tokens: float = 0.0,
+    written_per_sampled: float = 1.0,
 ) -> Generation:
     """lengths: tokens so far of each live request; live_members: {live members: number of unfinished groups};
-    finished_tokens: of finished answers in these groups; prompt_tokens: mean length of a prompt."""
+    finished_tokens: of finished answers in these groups; prompt_tokens: mean length of a prompt; written_per_sampled:
+    tokens that an answer has, and the stages have to work on, for each that takes a decode step."""
     kinds, counts = grouped(lengths)
     if not len(kinds):
         return Generation(np.zeros(CELLS + 1), np.zeros(CELLS + 1), np.ones(CELLS + 1), 0.0, 0.0, 0.0, 0.0)
@@ -86,10 +92,11 @@ def generation(
     ended = 1.0 - live / counts.sum()
     complete = sum(n * ended**k for k, n in live_members.items()) / max(groups, 1.0)
     rest = survival.expected_remaining(kinds)
-    tokens = finished_tokens + float(counts @ (kinds + rest))
+    tokens = finished_tokens + written_per_sampled * float(counts @ (kinds + rest))
     # The last group is longer than the mean by what its last answer is longer.
-    last = tokens / max(groups, 1.0) + max(furthest - float(counts @ rest) / counts.sum(), 0.0)
-    held = counts @ (remains * (kinds[:, None] + x + prompt_tokens))
+    longer = written_per_sampled * max(furthest - float(counts @ rest) / counts.sum(), 0.0)
+    last = tokens / max(groups, 1.0) + longer
+    held = counts @ (remains * (written_per_sampled * (kinds[:, None] + x) + prompt_tokens))
     return Generation(x, live, complete, groups, tokens, min(last, tokens), float(held.max()))
 
 

@@ -25,11 +25,11 @@ class Situation:
 
     roles: component of each node, None for a node of the free pool; may: components it can join; queues: the components
     after the generating one, in pipeline order; running: requests on each generating node; waiting: requests on none;
-    lengths: tokens so far of every live request; live_members: {live members: number of unfinished groups};
-    finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt; max_running: requests that
-    one node decodes together; max_queued: beyond these it holds so many; kv_tokens: what all of them may take there
-    (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
-    the others.
+    lengths: tokens so far of every live request, those of tools not counted; live_members: {live members: number of
+    unfinished groups}; finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt;
+    max_running: requests that one node decodes together; max_queued: beyond these it holds so many; kv_tokens: what all
+    of them may take there (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
+    the others; written_per_sampled: tokens of an answer for each that is decoded, more than 1 where tools write too.
     """
 
     roles: Mapping[str, str | None]
@@ -47,6 +47,7 @@ class Situation:
     kv_tokens: float | None = None
     units: Mapping[str, int] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()
+    written_per_sampled: float = 1.0
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -194,6 +194,17 @@ def prefilled_by(engine, requests):
     return outputs, (after.prefill_tokens - before.prefill_tokens, after.reused_tokens - before.reused_tokens)
 
 
+def test_lengths_that_are_reported_do_not_count_what_tools_wrote(models):
+    engine = LocalEngine(models[0], 0, max_running=4)
+    engine.submit([request(3)])
+    for _ in range(9):
+        engine.step()
+    (partial,) = engine.abort()
+    engine.submit([turn(engine, partial, more=[5, 6, 7], masked_tokens=3)])
+    engine.step()
+    assert engine.figures().lengths == [10]
+
+
 def test_a_request_that_was_given_up_and_returns_needs_no_prefill(models):
     engine = LocalEngine(models[0], 0, max_running=4)
     engine.submit([request(index) for index in (3, 5, 8)])

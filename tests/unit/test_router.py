@@ -129,3 +129,14 @@ def test_what_remains_is_learned_from_answers_that_finished():
     router.place(ledger, ["n1"], 0.0)
     assert router._request("1:0:0", 0, None).remaining == 30
     assert (router._request("1:0:0", 10, "n1").prefix, router._request("1:0:0", 10, "n1").remaining) == (22, 20)
+
+
+def test_tokens_that_tools_wrote_are_prefix_but_no_progress_of_an_answer():
+    router, ledger = setting(groups=1, size=2)
+    first, second = hand_out(router, ledger, ["n1"])["n1"]
+    for sample, masked_tokens in ((first, 0), (second, 40)):
+        ledger.returned(sample, "n1", holder="n1")
+        router.given_back(sample, 50, masked_tokens)
+    plain, tools = (router._request(sample, 50, "n1") for sample in (first, second))
+    assert plain.prefix == tools.prefix and tools.remaining == router._request(first, 10, "n1").remaining
+    assert plain.remaining != tools.remaining

@@ -117,6 +117,15 @@ def test_nodes_that_leave_later_serve_the_stages_from_then_on():
     assert early[0] < never[0] and late[0] < never[0]
 
 
+def test_what_tools_write_is_work_and_memory_but_takes_no_decode_step():
+    plain, tools = (
+        generation(SURVIVAL, [0] * 64, {8: 8}, 100.0, written_per_sampled=share) for share in (1.0, 2.0)
+    )
+    assert (tools.x == plain.x).all() and (tools.live == plain.live).all()
+    assert tools.tokens - 100.0 == pytest.approx(2 * (plain.tokens - 100.0))
+    assert tools.peak_kv_tokens == pytest.approx(2 * plain.peak_kv_tokens)
+
+
 def test_the_kv_memory_is_that_of_the_fullest_moment_to_come():
     made = generation(SURVIVAL, [0] * 64, {8: 8}, 0.0, prompt_tokens=50.0)
     assert made.peak_kv_tokens > 64 * 50 and made.peak_kv_tokens < 64 * (50 + 768)

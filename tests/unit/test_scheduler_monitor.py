@@ -81,6 +81,19 @@ def test_step_times_come_from_tokens_between_figures(clock):
     assert learning.kv_tokens() == 10_000
 
 
+def test_tokens_that_tools_wrote_count_as_work_of_the_stages_and_not_as_decode_steps(clock):
+    learning = monitor(clock)
+    ledger = Ledger([f"1:0:{m}" for m in range(4)], scored_by_inference=False)
+    ledger.dispatch("n1", ledger.waiting(4))
+    ledger.finished("1:0:0", "n1", reward=1.0, tokens=100, finish="stop")
+    learning.finished("1:0:0", 100, masked_tokens=60)
+    ledger.returned("1:0:1", "n1", holder="n1")
+    learning.given_up("1:0:1", 50, masked_tokens=20)
+    assert learning.lengths.events.nonzero()[0].tolist() == [40]
+    seen = learning.situation(ledger, ROLES, MAY, set(), False, {})
+    assert seen.lengths[-1] == 30 and seen.written_per_sampled == 2.5 and seen.finished_tokens == 100
+
+
 def test_a_sample_of_lengths_stands_for_all_requests_of_a_node(clock):
     learning = monitor(clock)
     steps(learning, clock, "n1", 8, 0.05, count=2)

@@ -163,6 +163,7 @@ def test_the_engine_goes_on_behind_what_the_tool_answered(tmp_path):
         second = (await scene.submitted(2))[1]
         assert text_of(second["response"]) == "<call>wait 0</call><result>ok 1</result>"
         assert wire.unpack_floats(second["logprobs"]) == [-1.0] * 4 + [0.0] * 4
+        assert second["masked_tokens"] == 4, "the engine reports lengths without them"
         assert (second["tool_calls"], second["order"]) == (1, "arrival") and second["stop_ids"] == CODEC.encode("</call>")
         await scene.engine_says("<call>wait 0.0</call>")
         third = (await scene.submitted(3))[2]
@@ -190,7 +191,8 @@ def test_a_call_in_flight_when_its_node_leaves_is_made_once_and_its_result_goes_
         began = time.monotonic()
         await scene.call("n1", "prepare", plan=PLAN | {"moves": {"n1": "training"}})
         quiet = await scene.call("n1", "quiesce", epoch=1, limit_s=10.0)
-        assert quiet["given_up"] == [{"sample": S, "tokens": 6}] and time.monotonic() - began < 0.6, (
+        given_up = [{"sample": S, "tokens": 6, "masked_tokens": 0}]
+        assert quiet["given_up"] == given_up and time.monotonic() - began < 0.6, (
             "the move does not wait for the tool"
         )
         await scene.generate("n2", holder="n1")
@@ -253,7 +255,7 @@ def test_what_came_of_a_call_is_given_back_with_the_answer(tmp_path):
         while not scene.desk.agent.work.requests[S]["answer"].tool_calls:
             await asyncio.sleep(0.01)
         assert len(await scene.submitted(1)) == 1, "nothing reaches the engine any more"
-        assert await scene.call("n1", "abort") == [{"sample": S, "tokens": 8}]
+        assert await scene.call("n1", "abort") == [{"sample": S, "tokens": 8, "masked_tokens": 4}]
         scene.desk.agent.roles._gate.open()
         await says
         await scene.generate(holder="n1")

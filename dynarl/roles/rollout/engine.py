@@ -31,7 +31,8 @@ class Request(msgspec.Struct):
     prompt, response: int32 token ids; logprobs: float32, one per token of `response` (what was sampled so far, or
     written by tools; empty for a fresh request). max_response_tokens counts the tokens of `response` too. temperature 0
     is greedy. stop_ids: tokens that end the answer as an end-of-sequence token does. tool_calls: those that the answer
-    has made so far; with more of them a waiting request goes first, unless `order` is "arrival".
+    has made so far; with more of them a waiting request goes first, unless `order` is "arrival". masked_tokens: those of
+    `response` that tools wrote.
     A token depends on the logits, on (seed, sample) and on its position in the sequence alone.
     """
 
@@ -44,6 +45,7 @@ class Request(msgspec.Struct):
     seed: int = 0
     stop_ids: list[int] = []
     tool_calls: int = 0
+    masked_tokens: int = 0
     order: str = "priority"
 
 
@@ -77,7 +79,7 @@ class Figures(msgspec.Struct):
     """Load of an engine. tokens: sampled since it was made. kv_total_tokens: what the KV memory holds at most.
 
     prefill_tokens: computed in prefills since it was made; reused_tokens: those that a prefix in the cache saved.
-    lengths: tokens so far of its requests, sorted; of evenly many of them where there are many, none where the engine
+    lengths: tokens sampled so far of its requests, sorted; of evenly many of them where there are many, none where the engine
     does not know.
     """
 

@@ -163,7 +163,8 @@ class LocalEngine(Engine):
     def figures(self) -> Figures:
         used = int(self._position[: len(self._rows)].sum())
         total = self._max_running * self._config.max_position
-        lengths = thinned([len(running.response) for running in (*self._rows, *self._waiting)])
+        requests = (*self._rows, *self._waiting)
+        lengths = thinned([len(running.response) - running.request.masked_tokens for running in requests])
         return Figures(
             len(self._rows), len(self._waiting), self._tokens, used, total, self._prefilled, self._reused, lengths
         )
