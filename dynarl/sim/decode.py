@@ -139,9 +139,9 @@ class DecodeEngine:
         self._kept_blocks = 0
         self._holders: dict[str, int] = defaultdict(int)  # group -> how many that run or are kept have its prompt
 
-        # From `_start` on `_left` steps, the first of `_first` fs and each `_growth` longer than the one before. None
-        # left: at `_start` it is to be decided what comes next.
-        self._now = self._start = self._left = self._first = self._growth = 0
+        # From `_start` on `_left` steps until `_end`, the first of `_first` fs and each `_growth` longer than the one
+        # before. None left: at `_start` it is to be decided what comes next.
+        self._now = self._start = self._end = self._left = self._first = self._growth = 0
         self._step = 0
         self._events: list[Event] = []
         self.tokens_generated = self.prefilled_tokens = self.reused_tokens = self.preemptions = 0
@@ -233,7 +233,7 @@ class DecodeEngine:
             return None
         while not self._left and self._start <= self._now:
             self._decide()
-        return -(-self._end() // FS_PER_NS)
+        return -(-(self._end if self._left else self._start) // FS_PER_NS)
 
     def advance(self, now_ns: int) -> list[Event]:
         """Go to `now_ns`. All that left until then, in the order of time."""
@@ -245,11 +245,10 @@ class DecodeEngine:
         self._now = now
         while True:
             if self._left:
-                end = self._end()
-                if end > now:
+                if self._end > now:
                     break
                 self._steps(self._left)
-                self._start, self._left = end, 0
+                self._start, self._left = self._end, 0
                 self._finish()
             elif not self._known:
                 self._start = max(self._start, now)
@@ -260,14 +259,13 @@ class DecodeEngine:
                 return
         if complete := self._complete_steps(now - self._start):
             self._steps(complete)
-            self._start = self._end(complete)
+            self._start = self._after(complete)
             self._first += self._growth * complete
             self._left -= complete
 
-    def _end(self, steps: int | None = None) -> int:
-        """When that many steps from `_start` on are done, or all that are left."""
-        n = self._left if steps is None else steps
-        return self._start + n * self._first + self._growth * (n * (n - 1) // 2)
+    def _after(self, steps: int) -> int:
+        """When that many steps from `_start` on are done."""
+        return self._start + steps * self._first + self._growth * (steps * (steps - 1) // 2)
 
     def _complete_steps(self, elapsed: int) -> int:
         """The most steps n with n * first + growth * n * (n - 1) / 2 <= elapsed; exact, in integers."""
@@ -280,6 +278,7 @@ class DecodeEngine:
         """What comes next is to be decided anew, after the step under way."""
         if self._left:
             self._left = int(self._start < self._now)
+            self._end = self._after(self._left)
 
     def _steps(self, count: int) -> None:
         tokens = count * len(self._running)
@@ -287,7 +286,8 @@ class DecodeEngine:
         self._context += tokens
         self.tokens_generated += tokens
         self._step += count
-        self._evict()
+        if self._kept_blocks > self._capacity - self._blocks:
+            self._evict()
 
     def _finish(self) -> None:
         """Let those go that are at the end of their turn."""
@@ -322,6 +322,7 @@ class DecodeEngine:
         self._first = self._batch_fs[batch] + self._token_fs * self._context
         self._growth = self._token_fs * batch
         self._left = count
+        self._end = self._after(count)
 
     def _steps_that_fit(self) -> int:
         """Steps until the first of the running ends, or as many as there are blocks for."""
@@ -341,9 +342,12 @@ class DecodeEngine:
 
     def _further_blocks(self, steps: int) -> int:
         """Blocks that the running requests take in their next steps."""
-        rounds, rest = divmod(steps, self._block)
-        first = self._step
-        return rounds * len(self._running) + sum(self._phases[-(first + i) % self._block] for i in range(rest))
+        block, phases = self._block, self._phases
+        rounds, rest = divmod(steps, block)
+        blocks = rounds * len(self._running)
+        for step in range(self._step, self._step + rest):
+            blocks += phases[-step % block]
+        return blocks
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self._block)
