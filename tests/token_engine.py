@@ -9,7 +9,8 @@ from typing import Any
 
 from dynarl.dataflow.priority import Desk, Ticket
 from dynarl.perf.rollout import StepModel
-from dynarl.sim.decode import FS_PER_NS, FS_PER_S, PREFILL_TOKENS, DecodeEngine, Event
+from dynarl.sim.decode import FS_PER_NS, PREFILL_TOKENS, DecodeEngine, Event
+from dynarl.sim.waiting import FS_PER_S
 from dynarl.sim.workload import SimRequest
 
 
@@ -30,8 +31,11 @@ class Held:
 
 
 class TokenEngine:
-    def __init__(self, model: StepModel, capacity: int, max_running: int, order: str, block: int, passes: int, wait_s: float):
-        self.model, self.blocks, self.max_running, self.order, self.block = model, capacity // block, max_running, order, block
+    def __init__(
+        self, model: StepModel, capacity: int, max_running: int, order: str, block: int, passes: int, wait_s: float
+    ):
+        self.model, self.max_running, self.order = model, max_running, order
+        self.block, self.blocks = block, capacity // block
         self.desk = Desk(passes, wait_s * FS_PER_S)
         self.running: list[Held] = []
         self.queue: list[Held] = []
@@ -115,7 +119,8 @@ class TokenEngine:
             self.stuck = True
             self.preemptions += 1
         held = sum(one.context for one in self.running)
-        step = round(self.model.batch_seconds(len(self.running)) * FS_PER_S) + round(self.model.per_kv_token_s * FS_PER_S) * held
+        batch, token = self.model.batch_seconds(len(self.running)), self.model.per_kv_token_s
+        step = round(batch * FS_PER_S) + round(token * FS_PER_S) * held
         self.begun, self.at, self.in_step = self.at, self.at + step, True
 
     def prefill(self) -> bool:
@@ -162,7 +167,7 @@ class TokenEngine:
 
 
 def follow(engine: DecodeEngine | TokenEngine, script: list[tuple[int, str, Any]]) -> list[tuple]:
-    """What comes of a script of (time, "add", request) and (time, "move", sample), with tools that answer in their time.
+    """What comes of a script of (time, "add", request) and (time, "move", sample), with tools that take their time.
 
     "move": the request leaves, and is back after 3 ms.
     """
@@ -183,7 +188,8 @@ def follow(engine: DecodeEngine | TokenEngine, script: list[tuple[int, str, Any]
                 request = requests[event.sample]
                 turn = request.turns[event.turn]
                 back = event.tokens_done + turn.tool_tokens
-                heapq.heappush(agenda, (event.at_ns + turn.tool_ns, len(script) + hash_of(event.sample), "add", request, back))
+                place = len(script) + int(event.sample.rpartition(":")[2])  # among what happens at one instant
+                heapq.heappush(agenda, (event.at_ns + turn.tool_ns, place, "add", request, back))
         while agenda and agenda[0][0] <= now:
             _, order, kind, what, done = heapq.heappop(agenda)
             if kind == "add":
@@ -195,8 +201,3 @@ def follow(engine: DecodeEngine | TokenEngine, script: list[tuple[int, str, Any]
                 log.append((now, what, "moved", done))
                 heapq.heappush(agenda, (now + 3_000_000, order, "add", requests[what], done))
             log.append((now, tuple(sorted(engine.tokens_done().items()))))
-
-
-def hash_of(sample: str) -> int:
-    """A place in the order of things at one instant that does not depend on the run."""
-    return int(sample.rpartition(":")[2])

@@ -68,7 +68,8 @@ def load_device(name: str) -> Device:
     elif name in device_names():
         path = _folder() / f"{name}.yaml"
     else:
-        raise ConfigError(f"device {name!r}: there are {', '.join(device_names())}; or give the path of a file like theirs")
+        known = ", ".join(device_names())
+        raise ConfigError(f"device {name!r}: there are {known}; or give the path of a file like theirs")
     try:
         # Not strict: YAML 1.1 takes 1e12 for text.
         return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Device, strict=False)

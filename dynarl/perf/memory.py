@@ -1,13 +1,14 @@
 """What a role takes of a device's memory, part by part; who does not fit is told so with the arithmetic.
 
-    training    bf16 weights + fp32 gradient sums + fp32 master and moments, cut over the replicas (ZeRO-1) + activations
+    training    bf16 weights + fp32 gradient sums + fp32 master and moments, cut over the replicas (ZeRO-1) +
+                activations + logits and their gradient
     inference   bf16 weights + activations of the layer at work + logits
     rollout     bf16 weights + what is left of its share, for keys and values
 
-Activations of a token: `ModelCost.activation_numbers` per layer where they are kept; where they are computed again only the
-layer's input, and one layer in full. The first of p stages keeps them for min(p, m) micro-batches, with v virtual stages
-for 1 + (p - 1) / (p v) times as many (Korthikanti et al., 2022, sections 4 and 5; with sequence parallelism everything
-is cut by tp).
+Activations of a token: `ModelCost.activation_numbers` per layer where they are kept; where they are computed again only
+the layer's input, and one layer in full. The first of p stages keeps them for min(p, m) micro-batches, with v virtual
+stages for 1 + (p - 1) / (p v) times as many (Korthikanti et al., 2022, sections 4 and 5; with sequence parallelism
+everything is cut by tp).
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class Memory:
 
 
 def training_memory(
-    device: Device, model: ModelCost, parallel: Parallel, microbatch_tokens: int, microbatches: int = 1, recompute: bool = True
-) -> Memory:
+    device: Device, model: ModelCost, parallel: Parallel, microbatch_tokens: int, microbatches: int = 1,
+    recompute: bool = True,
+) -> Memory:  # fmt: skip
     """Of training with micro-batches of `microbatch_tokens`. Raises ConfigError where it does not fit, or the degrees
     do not divide the model."""
     parallel.check(model, device)
@@ -101,7 +103,7 @@ def inference_memory(device: Device, model: ModelCost, parallel: Parallel, micro
 
 
 def rollout_memory(device: Device, model: ModelCost, tp: int, fraction: float) -> Memory:
-    """Of an engine that may use `fraction` of the memory for weights and KV. Raises ConfigError where they do not fit."""
+    """Of an engine that may use `fraction` of the memory for weights and KV. Raises ConfigError if it cannot."""
     tokens = kv_capacity_tokens(device, model, tp, fraction)
     memory = Memory(weights=model.weight_bytes / tp, kv=tokens * model.kv_bytes_per_token_per_device(tp))
     memory.check(device, f"rollout of {model.name} at tp={tp} with {fraction:g} of the memory")

@@ -1,7 +1,7 @@
 """What a model costs per token: operations and bytes, from its sizes.
 
-- A token's forward pass takes two operations for every parameter it goes through (the embedding is a look-up, the output
-  layer is not), and for each earlier token 4 * layers * heads * head_dim for scores and weighted sum.
+- A token's forward pass takes two operations for every parameter it goes through (the embedding is a look-up, the
+  output layer is not), and for each earlier token 4 * layers * heads * head_dim for scores and weighted sum.
 - Its keys and values take 2 * layers * groups * head_dim numbers; with latent attention layers * (kv_rank + rope_dim).
 
 Backward takes twice as much as forward (Kaplan et al., 2020, section 2.1).
@@ -58,7 +58,9 @@ class ModelCost:
             model = preset(model)
         chosen = experts_per_token or EXPERTS_PER_TOKEN.get(model.name)
         if model.experts and not chosen:
-            raise ConfigError(f"{model.name} has {model.experts} experts: say how many a token goes through (experts_per_token)")
+            raise ConfigError(
+                f"{model.name} has {model.experts} experts: say how many a token goes through (experts_per_token)"
+            )
         latent = model.latent
         expert_params = len(model.moe_layers) * model.experts * 3 * model.expert_ffn * model.hidden
         tables = sum(int(model.sizes[model.index[name]]) for name in (EMBEDDING, POSITIONS) if name in model.index)
@@ -132,8 +134,8 @@ class ModelCost:
 
     @property
     def activation_numbers(self) -> float:
-        """That one token leaves in a layer for the way back, where nothing is computed again: the inputs of norms and of
-        products, queries, keys, values, the attention's output, and what the feed-forward layer multiplies.
+        """That one token leaves in a layer for the way back, where nothing is computed again: the inputs of norms and
+        of products, queries, keys, values, the attention's output, and what the feed-forward layer multiplies.
         """
         attention = 2 * self.attention_width + self.kv_per_token / self.layers
         return 4 * self.hidden + attention + (3 if self.gated else 2) * self.ffn_width

@@ -34,9 +34,10 @@ class Parallel:
     def check(self, model: ModelCost, device: Device) -> None:
         """Raises ConfigError where the degrees do not divide the model, or a tensor-parallel group leaves its node."""
         model.check_tensor_parallel(self.tp)
+        stages, node = self.pp * self.vpp, device.devices_per_node
         faults = [
-            (self.tp > device.devices_per_node, f"tp={self.tp} is more than the {device.devices_per_node} devices of a node"),
-            (model.layers % (self.pp * self.vpp), f"pp x vpp = {self.pp * self.vpp} does not divide {model.layers} layers"),
+            (self.tp > node, f"tp={self.tp} is more than the {node} devices of a node"),
+            (model.layers % stages, f"pp x vpp = {stages} does not divide {model.layers} layers"),
             (self.ep > 1 and not model.experts, f"ep={self.ep}, but the model has no experts"),
             (self.ep > 1 and model.experts % self.ep, f"ep={self.ep} does not divide {model.experts} experts"),
             (self.dp % self.ep, f"ep={self.ep} does not divide dp={self.dp}"),

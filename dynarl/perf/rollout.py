@@ -127,7 +127,7 @@ def touched_share(chosen_share: float, tokens: int) -> float:
 
 
 def kv_capacity_tokens(device: Device, model: ModelCost, tp: int, fraction: float) -> int:
-    """Tokens whose keys and values fit an engine of `tp` devices that may use `fraction` of their memory, weights included.
+    """Tokens whose keys and values fit an engine of `tp` devices that may use `fraction` of their memory, weights too.
 
     Raises ConfigError with the arithmetic where nothing is left.
     """
@@ -137,7 +137,7 @@ def kv_capacity_tokens(device: Device, model: ModelCost, tp: int, fraction: floa
     if usable <= weights:
         raise ConfigError(
             f"rollout of {model.name} on {device.name} at tp={tp}: weights {model.weight_bytes / 1e9:.1f} GB / {tp} = "
-            f"{weights / 1e9:.1f} GB per device > {fraction:g} x {device.memory_bytes / 1e9:.1f} GB = {usable / 1e9:.1f} GB: "
-            "use a larger tp or a larger share of the memory"
+            f"{weights / 1e9:.1f} GB per device > {fraction:g} x {device.memory_bytes / 1e9:.1f} GB = "
+            f"{usable / 1e9:.1f} GB: use a larger tp or a larger share of the memory"
         )
     return int((usable - weights) / model.kv_bytes_per_token_per_device(tp))

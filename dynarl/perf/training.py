@@ -2,9 +2,8 @@
 
 A stage's forward pass is the roofline of its products and its attention, plus what tensor and expert parallelism send.
 Backward multiplies twice as much and sends as much; where activations are computed again, it is a forward pass longer.
-Pipelines are not put into a
-formula: every pass of every micro-batch on every stage is given its time, in the order in which Megatron-LM runs them, so
-bubbles come out of it, for even stages
+Pipelines are not put into a formula: every pass of every micro-batch on every stage is given its time, in the order in
+which Megatron-LM runs them, so bubbles come out of it, for even stages
 
     1F1B           (m + p - 1) (f + b)
     interleaved    (m + (p - 1) / v) (f + b)                 Narayanan et al., 2021, section 2.2
@@ -26,8 +25,8 @@ from dynarl.perf.parallel import Link, Parallel
 
 Schedule = Literal["1f1b", "interleaved"]
 
-# Bytes of a parameter's gradient (summed in fp32), and those that ZeRO-1's Adam reads and writes for one: gradient, master
-# and both moments in, master, both moments and the bf16 weight out.
+# Bytes of a parameter's gradient (summed in fp32), and those that ZeRO-1's Adam reads and writes for one: gradient,
+# master and both moments in, master, both moments and the bf16 weight out.
 GRADIENT_BYTES = 4
 UPDATE_BYTES = 4 + 12 + 12 + 2
 # Reductions of a layer and pass under tensor parallelism: after attention, after the feed-forward part. Each is a
@@ -185,7 +184,7 @@ def pipeline_makespan(
                 waiting.append(neighbour)
     left = [stage for stage in range(stages) if position[stage] < len(orders[stage])]
     if left:
-        raise AssertionError(f"the pipeline of {stages} stages and {microbatches} micro-batches is stuck at stages {left}")
+        raise AssertionError(f"{microbatches} micro-batches in {stages} stages are stuck at the stages {left}")
     return max(free)
 
 

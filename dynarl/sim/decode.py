@@ -37,16 +37,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
 from typing import Literal, NamedTuple
 
-from dynarl.dataflow.priority import MOST_PASSES, MOST_WAIT_S
 from dynarl.perf.rollout import StepModel
+from dynarl.sim.prefixes import Prefixes
+from dynarl.sim.waiting import FS_PER_S, Queue, Sequence
 from dynarl.sim.workload import SimRequest
 
 FS_PER_NS = 1_000_000
-FS_PER_S = 10**15
-NS_PER_S = 10**9
 
 # Tokens of one prefill: bounds how long running requests wait for it. A longer prompt is taken in alone.
 PREFILL_TOKENS = 8192
@@ -71,28 +69,6 @@ class Event(NamedTuple):
     turn: int
 
 
-class _Sequence:
-    """A request in the engine. `done`: its response's tokens at step `step`; since then one more with every step."""
-
-    __slots__ = (
-        "request", "group", "number", "admissions", "since", "prompt", "done", "turn", "turn_end", "step", "finish_step", "rank",
-    )  # fmt: skip
-
-    def __init__(self, request: SimRequest, number: int, admissions: int, since: int, tokens_done: int):
-        self.request = request
-        self.group = request.group
-        self.number, self.admissions, self.since = number, admissions, since
-        self.prompt = request.prompt_tokens
-        self.done = tokens_done
-        self.turn, self.turn_end = request.position(tokens_done)
-        self.step = self.finish_step = 0
-        self.rank = (0, 0, number)
-
-    @property
-    def context(self) -> int:
-        return self.prompt + self.done
-
-
 class DecodeEngine:
     """Times are integer nanoseconds and never go back. What is added at one instant is taken in together.
 
@@ -112,32 +88,24 @@ class DecodeEngine:
         self._model = step_model
         self._capacity = kv_capacity_tokens // block_tokens
         self._max_running = max_running
-        self._ordered = order == "priority"
         self._block = block_tokens
         self._batch_fs = [round(step_model.batch_seconds(batch) * FS_PER_S) for batch in range(max_running + 1)]
         self._token_fs = round(step_model.per_kv_token_s * FS_PER_S)
         if min(self._batch_fs[1:]) <= 0:
             raise EngineError(f"a step of {step_model} takes no time: give it a fixed_s")
 
-        self._known: dict[str, _Sequence] = {}
-        self._running: dict[int, _Sequence] = {}  # by number, in the order in which they were taken in
+        self._known: dict[str, Sequence] = {}
+        self._running: dict[int, Sequence] = {}  # by number, in the order in which they were taken in
         self._finishing: list[tuple[int, int]] = []  # heap of (finish_step, number)
         self._context = 0  # tokens of the running requests
         self._blocks = 0  # that these have
         # How many of them need a further block in step `s`: _phases[-s % block_tokens].
         self._phases = [0] * block_tokens
 
-        # Heaps of ranks and of numbers. An entry is stale once its request has another rank, or waits no longer.
-        self._queued: dict[int, _Sequence] = {}
-        self._ranked: list[tuple[int, int, int]] = []
-        self._aged: list[int] = []
-        self._fellows: dict[str, dict[int, _Sequence]] = defaultdict(dict)  # those that wait, by group
+        self._queue = Queue(order == "priority")
+        self._prefixes = Prefixes()
         self._issued = self._admissions = 0
         self._stuck = False  # nobody fits, and nobody can until something leaves or comes
-
-        self._kept: dict[str, tuple[str, int, int]] = {}  # sample -> group, tokens, blocks; the oldest first
-        self._kept_blocks = 0
-        self._holders: dict[str, int] = defaultdict(int)  # group -> how many that run or are kept have its prompt
 
         # From `_start` on `_left` steps until `_end`, the first of `_first` fs and each `_growth` longer than the one
         # before. None left: at `_start` it is to be decided what comes next.
@@ -154,7 +122,7 @@ class DecodeEngine:
 
     @property
     def waiting(self) -> int:
-        return len(self._queued)
+        return len(self._queue)
 
     @property
     def kv_tokens(self) -> int:
@@ -186,11 +154,11 @@ class DecodeEngine:
         needed = self._blocks_of(request.total_tokens)
         if needed > self._capacity:
             raise EngineError(
-                f"{request.sample} has {request.total_tokens} tokens at its end = {needed} blocks of {self._block}; the "
-                f"engine has {self._capacity}: give it more GPUs or a larger share of their memory, or cap the answers"
+                f"{request.sample} has {request.total_tokens} tokens at its end = {needed} blocks of {self._block}; "
+                f"the engine has {self._capacity}: give it more GPUs or a larger share of their memory, or a lower cap"
             )
         self._issued += 1
-        one = _Sequence(request, self._issued, self._admissions, self._now, tokens_done)
+        one = Sequence(request, self._issued, self._admissions, self._now, tokens_done)
         self._known[request.sample] = one
         self._wait(one)
         if len(self._running) < self._max_running:
@@ -210,7 +178,7 @@ class DecodeEngine:
         if one.number in self._running:
             self._leave(one)
         else:
-            self._wait_no_more(one)
+            self._queue.take(one)
             self._stuck = False
         self._end_after_step()
         return one.done
@@ -219,9 +187,7 @@ class DecodeEngine:
         """Forget the prefixes of requests that left: the weights have changed. Raises EngineError if any are here."""
         if self._known:
             raise EngineError(f"{len(self._known)} requests are in the engine: remove them before its weights change")
-        self._kept.clear()
-        self._holders.clear()
-        self._kept_blocks = 0
+        self._prefixes.clear()
 
     # ---- time
 
@@ -286,8 +252,7 @@ class DecodeEngine:
         self._context += tokens
         self.tokens_generated += tokens
         self._step += count
-        if self._kept_blocks > self._capacity - self._blocks:
-            self._evict()
+        self._make_room()
 
     def _finish(self) -> None:
         """Let those go that are at the end of their turn."""
@@ -306,7 +271,7 @@ class DecodeEngine:
 
     def _decide(self) -> None:
         """Begin a prefill or steps at `_start`."""
-        if self._queued and not self._stuck and len(self._running) < self._max_running:
+        if self._queue and not self._stuck and len(self._running) < self._max_running:
             tokens, pairs = self._admit()
             if tokens:
                 self._start += round(self._model.prefill_batch_seconds(tokens, pairs) * FS_PER_S)
@@ -355,8 +320,8 @@ class DecodeEngine:
     def _admit(self) -> tuple[int, int]:
         """Take in what fits, the first in rank first. Tokens to prefill, and pairs of these with those before them."""
         tokens = pairs = 0
-        while self._queued and len(self._running) < self._max_running:
-            one = self._next_in_rank()
+        while self._queue and len(self._running) < self._max_running:
+            one = self._queue.first(self._start, self._admissions)
             self._admissions += 1
             blocks = self._blocks_of(one.context)
             held = self._cached(one)
@@ -374,8 +339,8 @@ class DecodeEngine:
         self.prefilled_tokens += tokens
         return tokens, pairs
 
-    def _take(self, one: _Sequence, blocks: int) -> None:
-        self._wait_no_more(one)
+    def _take(self, one: Sequence, blocks: int) -> None:
+        self._queue.take(one)
         one.step = self._step
         one.finish_step = self._step + one.turn_end - one.done
         self._running[one.number] = one
@@ -383,14 +348,11 @@ class DecodeEngine:
         self._context += one.context
         self._blocks += blocks
         self._phases[(one.context - self._step) % self._block] += 1
-        kept = self._kept.pop(one.request.sample, None)
-        if kept is None:
-            self._hold(one.group, 1)
-        else:
-            self._kept_blocks -= kept[2]
-        self._evict()
+        if self._prefixes.use(one.request.sample, one.group):
+            self._rank_fellows(one.group)
+        self._make_room()
 
-    def _leave(self, one: _Sequence) -> None:
+    def _leave(self, one: Sequence) -> None:
         """A running request gives up its place. Its keys and values stay until their blocks are needed."""
         del self._running[one.number]
         one.done += self._step - one.step
@@ -398,70 +360,33 @@ class DecodeEngine:
         self._context -= one.context
         self._blocks -= blocks
         self._phases[(one.context - self._step) % self._block] -= 1
-        self._kept[one.request.sample] = (one.group, one.context, blocks)
-        self._kept_blocks += blocks
+        self._prefixes.keep(one.request.sample, one.group, one.context, blocks)
         self._stuck = False
-        self._evict()
+        self._make_room()
 
-    # ---- who waits, and who is next
-
-    def _wait(self, one: _Sequence) -> None:
-        self._queued[one.number] = one
-        self._fellows[one.group][one.number] = one
-        heapq.heappush(self._aged, one.number)
+    def _wait(self, one: Sequence) -> None:
+        self._queue.put(one, self._cached(one))
         self._stuck = False
-        self._rank(one)
-
-    def _wait_no_more(self, one: _Sequence) -> None:
-        del self._queued[one.number]
-        fellows = self._fellows[one.group]
-        del fellows[one.number]
-        if not fellows:
-            del self._fellows[one.group]
-
-    def _rank(self, one: _Sequence) -> None:
-        if self._ordered:
-            one.rank = (-one.turn, -self._cached(one), one.number)
-        heapq.heappush(self._ranked, one.rank)
-
-    def _next_in_rank(self) -> _Sequence:
-        """The oldest if it is overdue, else the first in rank. Who is younger cannot be overdue earlier."""
-        queued = self._queued
-        while self._aged[0] not in queued:
-            heapq.heappop(self._aged)
-        oldest = queued[self._aged[0]]
-        waited = self._start - oldest.since
-        if self._admissions - oldest.admissions >= MOST_PASSES or waited >= MOST_WAIT_S * FS_PER_S:
-            return oldest
-        while (one := queued.get(self._ranked[0][2])) is None or one.rank != self._ranked[0]:
-            heapq.heappop(self._ranked)
-        return one
 
     # ---- prefixes that are still there
 
-    def _cached(self, one: _Sequence) -> int:
+    def _cached(self, one: Sequence) -> int:
         """Tokens that need no prefill. One token must go through the model."""
-        kept = self._kept.get(one.request.sample)
-        held = kept[1] if kept else one.prompt if self._holders.get(one.group) else 0
-        return min(held, one.context - 1)
+        return min(self._prefixes.tokens(one.request.sample, one.group, one.prompt), one.context - 1)
 
-    def _hold(self, group: str, change: int) -> None:
-        """One more or less has the prompt of this group."""
-        before = self._holders[group]
-        self._holders[group] = before + change
-        if not before + change:
-            del self._holders[group]
-        if self._ordered and not (before and before + change):
-            for fellow in self._fellows.get(group, {}).values():
-                self._rank(fellow)
-
-    def _evict(self) -> None:
-        """Give up kept prefixes, the oldest first, where their blocks are needed."""
-        while self._kept_blocks > self._capacity - self._blocks:
-            sample = next(iter(self._kept))
-            group, _, blocks = self._kept.pop(sample)
-            self._kept_blocks -= blocks
-            self._hold(group, -1)
+    def _make_room(self) -> None:
+        """Give up prefixes where their blocks are needed."""
+        room = self._capacity - self._blocks
+        if self._prefixes.blocks <= room:
+            return
+        for sample, lost_group in self._prefixes.fit(room):
             one = self._known.get(sample)
-            if one is not None and one.number in self._queued:
-                self._rank(one)
+            if one is not None and one in self._queue:
+                self._queue.rank(one, self._cached(one))
+            if lost_group is not None:
+                self._rank_fellows(lost_group)
+
+    def _rank_fellows(self, group: str) -> None:
+        """The prompt of this group is there now, or no longer."""
+        for fellow in self._queue.fellows(group):
+            self._queue.rank(fellow, self._cached(fellow))

@@ -8,8 +8,8 @@ Lengths are drawn, or read from a recorded trace. Drawn ones, of the tokens that
     drift   the median grows by `drift` with every step: a policy learns to think longer
 
 Answers with tools have turns: after each but the last the answer waits `tool_ns` for a tool, whose result adds
-`tool_tokens`. The length above is that of all turns together; each turn is about `later_turn_share` of the one before it.
-The cap is on everything, results of tools included.
+`tool_tokens`. The length above is that of all turns together; each turn is about `later_turn_share` of the one before
+it. The cap is on everything, results of tools included.
 
 The same seed gives the same requests on any machine. Uniform numbers are the bits of PCG64, which numpy keeps stable.
 The C library's exp and log, and numpy's own, may differ in the last bit from one CPU to the next, and rounding to whole
@@ -88,7 +88,8 @@ class SimRequest(NamedTuple):
                 return index, end
             start = end + turn.tool_tokens
         raise ValueError(
-            f"{self.sample} with {tokens_done} tokens of its response has nothing to decode: its turns are {list(self.turns)}"
+            f"{self.sample} with {tokens_done} tokens of its response has nothing to decode: its turns are "
+            f"{[tuple(turn) for turn in self.turns]}"
         )
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynarl.perf.rollout import StepModel
-from dynarl.sim import decode
+from dynarl.sim import decode, waiting
 from dynarl.sim.decode import DecodeEngine, EngineError
 from dynarl.sim.workload import SimRequest, Turn
 from token_engine import TokenEngine, follow
@@ -82,8 +82,8 @@ def test_jumps_end_where_steps_one_by_one_do(scripted, max_running, order, per_k
     block, capacity, script = scripted
     model = StepModel(0.005, 0.0013, per_kv_token_s, buckets, prefill_token_s=2e-4, prefill_pair_s=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "MOST_PASSES", 3)
-        patch.setattr(decode, "MOST_WAIT_S", 0.2)
+        patch.setattr(waiting, "MOST_PASSES", 3)
+        patch.setattr(waiting, "MOST_WAIT_S", 0.2)
         patch.setattr(decode, "PREFILL_TOKENS", 40)
         patch.setattr("token_engine.PREFILL_TOKENS", 40)
         jumping = DecodeEngine(model, capacity, max_running, order, block)
@@ -173,7 +173,7 @@ def test_members_of_a_group_whose_prompt_is_there_go_before_others():
 
 
 def test_who_waited_too_long_goes_before_everybody(monkeypatch):
-    monkeypatch.setattr(decode, "MOST_WAIT_S", 1.0)
+    monkeypatch.setattr(waiting, "MOST_WAIT_S", 1.0)
     engine = DecodeEngine(PLAIN, 10_000, 1)
     engine.add(0, one_turn(0, 10, 200))  # 2.2 s
     engine.add(0, one_turn(1, 10, 20, group=1))

@@ -16,12 +16,19 @@ MATH = Workload(
     prompts=256,
     group_size=16,
     prompt=Lengths(median=300, sigma=0.4, cap=1024),
-    response=Lengths(median=2000, sigma=0.8, cap=16384, tail_share=0.05, tail_start=8000, tail_alpha=1.2, correlation=0.4),
+    response=Lengths(
+        median=2000, sigma=0.8, cap=16384, tail_share=0.05, tail_start=8000, tail_alpha=1.2, correlation=0.4
+    ),
 )
 TOOLS = Tools(
-    mean_calls=2.5, most_calls=6, median_s=3.0, sigma=0.5, most_s=20.0, tokens=Lengths(median=200, cap=400), later_turn_share=0.6
+    mean_calls=2.5, most_calls=6, median_s=3.0, sigma=0.5, most_s=20.0, tokens=Lengths(median=200, cap=400),
+    later_turn_share=0.6,
 )
 AGENTIC = Workload(prompts=64, group_size=16, prompt=MATH.prompt, response=MATH.response, tools=TOOLS)
+
+
+def drawn(law, prompts, group_size=1, step=1, seed=5):
+    return responses(Workload(prompts=prompts, group_size=group_size, prompt=law, response=law).draw(step, seed))
 
 
 def responses(requests):
@@ -47,7 +54,7 @@ def test_samples_are_named_by_step_group_and_member():
 
 def test_the_body_is_log_normal_and_what_is_longer_ends_at_the_cap():
     law = Lengths(median=2000, sigma=0.8, cap=16384)
-    tokens = responses(Workload(prompts=8192, group_size=1, prompt=MATH.prompt, response=law).draw(1, 5))
+    tokens = drawn(law, 8192)
     assert np.median(tokens) == pytest.approx(2000, rel=0.05)
     assert np.log(tokens).std() == pytest.approx(0.8, rel=0.05)
     # P(z > ln(16384 / 2000) / 0.8)
@@ -58,7 +65,7 @@ def test_the_body_is_log_normal_and_what_is_longer_ends_at_the_cap():
 def test_the_tail_is_heavier_than_the_body():
     body = Lengths(median=1000, sigma=0.5, cap=1_000_000)
     tail = Lengths(median=1000, sigma=0.5, cap=1_000_000, tail_share=0.1, tail_start=4000, tail_alpha=1.0)
-    draws = [responses(Workload(prompts=4096, group_size=1, prompt=MATH.prompt, response=law).draw(1, 5)) for law in (body, tail)]
+    draws = [drawn(law, 4096) for law in (body, tail)]
     assert (draws[0] > 8000).mean() < 0.001
     assert (draws[1] > 8000).mean() == pytest.approx(0.1 / 2, rel=0.2)
 
@@ -66,14 +73,13 @@ def test_the_tail_is_heavier_than_the_body():
 @pytest.mark.parametrize("rho", [0.0, 0.5, 1.0])
 def test_answers_of_a_group_are_as_alike_as_asked_for(rho):
     law = Lengths(median=2000, sigma=0.5, cap=10**9, correlation=rho)
-    tokens = responses(Workload(prompts=2048, group_size=2, prompt=MATH.prompt, response=law).draw(1, 9)).reshape(-1, 2)
+    tokens = drawn(law, 2048, group_size=2).reshape(-1, 2)
     assert np.corrcoef(np.log(tokens).T)[0, 1] == pytest.approx(rho, abs=0.06)
 
 
 def test_the_median_drifts_with_the_steps():
     law = Lengths(median=1000, cap=10**6, drift=0.1)
-    tokens = [Workload(prompts=1, group_size=1, prompt=law, response=law).draw(step, 1)[0].response_tokens for step in (1, 2, 4)]
-    assert tokens == [1000, 1100, 1331]
+    assert [drawn(law, 1, step=step).tolist() for step in (1, 2, 4)] == [[1000], [1100], [1331]]
 
 
 def test_turns_share_the_length_and_each_but_the_last_waits_for_a_tool():
@@ -134,7 +140,8 @@ def line(step, group, *turns, prompt=30):
 
 
 def test_a_trace_is_replayed_and_begins_again_behind_its_last_step(tmp_path):
-    workload = recorded(tmp_path, line(4, 7, [5, 0.5, 2], [6, 0, 0]), line(4, 7, [9, 0, 0]), line(6, 0, [1, 0, 0]), line(6, 0, [2, 0, 0]))
+    early = line(4, 7, [5, 0.5, 2], [6, 0, 0]), line(4, 7, [9, 0, 0])
+    workload = recorded(tmp_path, *early, line(6, 0, [1, 0, 0]), line(6, 0, [2, 0, 0]))
     first, second, third = (workload.draw(step, seed=1) for step in (1, 2, 3))
     assert first == [
         SimRequest("1:0:0", 30, (Turn(5, 500_000_000, 2), Turn(6))),
