@@ -43,6 +43,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     inter_latency_s: float
     host_bytes_per_s: float  # between the GPU's memory and the host's: offload and onload
     devices_per_node: int = 8
+    step_overhead_s: float = 1.5e-3  # of a decode step, neither arithmetic nor traffic: launches, sampling, scheduling
+    reserved_bytes: float = 2.5e9  # of a process, but of no tensor: CUDA's context, NCCL's buffers, workspaces
     efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:

@@ -26,8 +26,6 @@ from dynarl.perf.training import GRADIENT_BYTES
 OPTIMIZER_BYTES = 12
 # Logits in fp32, and their gradient.
 LOGIT_BYTES, LOGIT_GRADIENT_BYTES = 4, 4
-# Of a process, but of no tensor of the model: CUDA's context and kernels, NCCL's buffers, workspaces of libraries.
-RESERVED_BYTES = 2.5e9
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Memory:
     activations: float = 0.0
     logits: float = 0.0
     kv: float = 0.0
-    reserved: float = RESERVED_BYTES
+    reserved: float = 0.0
 
     @property
     def total(self) -> float:
@@ -84,6 +82,7 @@ def training_memory(
         optimizer=OPTIMIZER_BYTES * (dense / parallel.dp + expert / (parallel.dp // parallel.ep)),
         activations=microbatch_tokens * activations * per_token,
         logits=microbatch_tokens * model.vocab / tp * (LOGIT_BYTES + LOGIT_GRADIENT_BYTES),
+        reserved=device.reserved_bytes,
     )
     memory.check(device, f"training of {model.name} at {parallel}")
     return memory
@@ -97,6 +96,7 @@ def inference_memory(device: Device, model: ModelCost, parallel: Parallel, micro
         weights=params * model.dtype_bytes,
         activations=microbatch_tokens * model.activation_numbers * model.dtype_bytes / parallel.tp,
         logits=microbatch_tokens * model.vocab / parallel.tp * LOGIT_BYTES,
+        reserved=device.reserved_bytes,
     )
     memory.check(device, f"inference of {model.name} at {parallel}")
     return memory
@@ -105,11 +105,10 @@ def inference_memory(device: Device, model: ModelCost, parallel: Parallel, micro
 def rollout_memory(device: Device, model: ModelCost, tp: int, fraction: float) -> Memory:
     """Of an engine that may use `fraction` of the memory for weights and KV. Raises ConfigError if it cannot."""
     tokens = kv_capacity_tokens(device, model, tp, fraction)
-    memory = Memory(weights=model.weight_bytes / tp, kv=tokens * model.kv_bytes_per_token_per_device(tp))
+    memory = Memory(
+        weights=model.weight_bytes / tp,
+        kv=tokens * model.kv_bytes_per_token_per_device(tp),
+        reserved=device.reserved_bytes,
+    )
     memory.check(device, f"rollout of {model.name} at tp={tp} with {fraction:g} of the memory")
     return memory
-
-
-def transfer_seconds(device: Device, nbytes: float) -> float:
-    """Between a device and its host: what a role that goes to sleep puts away, and takes back when it wakes."""
-    return nbytes / device.host_bytes_per_s

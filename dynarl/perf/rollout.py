@@ -23,8 +23,6 @@ from dynarl.perf.model import ModelCost
 
 # Batch sizes that engines capture by default: every eighth from 8 on. Larger batches run as they are.
 GRAPH_BUCKETS = (1, 2, 4, *range(8, 257, 8))
-# Seconds of a step that are neither arithmetic nor traffic: launch of a graph, sampling, the scheduler's own work.
-STEP_OVERHEAD_S = 1.5e-3
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class StepModel:
         reduced_bytes = 2 * model.layers * 2 * (tp - 1) / tp * model.hidden * model.dtype_bytes
         link_s = reduced_bytes / (efficiency.network * device.intra_bytes_per_s)
         return cls(
-            fixed_s=STEP_OVERHEAD_S + hops,
+            fixed_s=device.step_overhead_s + hops,
             per_request_s=link_s,
             per_kv_token_s=model.kv_bytes_per_token_per_device(tp) / memory,
             graph_buckets=GRAPH_BUCKETS,

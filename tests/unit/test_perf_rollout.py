@@ -6,7 +6,7 @@ import pytest
 from dynarl.errors import ConfigError
 from dynarl.perf.device import Efficiency, device_names, load_device
 from dynarl.perf.model import ModelCost
-from dynarl.perf.rollout import STEP_OVERHEAD_S, StepModel, kv_capacity_tokens
+from dynarl.perf.rollout import StepModel, kv_capacity_tokens
 from dynarl.vps.presets import PRESETS
 from dynarl.vps.spec import Latent, ModelSpec
 
@@ -100,7 +100,7 @@ def test_latent_attention_caches_one_vector_for_all_heads():
 def test_a_step_is_bound_by_reading_the_weights_while_the_batch_is_small():
     step = StepModel.of(H100, QWEN_7B, 1, PEAK)
     read_s = (QWEN_7B.num_params - 152064 * 3584) * 2 / H100.memory_bytes_per_s
-    assert step.seconds(1, 0) - STEP_OVERHEAD_S == pytest.approx(read_s)
+    assert step.seconds(1, 0) - H100.step_overhead_s == pytest.approx(read_s)
     assert step.seconds(64, 0) == step.seconds(1, 0)
 
 
@@ -108,7 +108,7 @@ def test_a_step_is_bound_by_products_once_the_batch_is_large():
     step = StepModel.of(H100, QWEN_7B, 1, PEAK)
     # 2 operations and 2 bytes per parameter: level at flops / bytes_per_s = 295 requests.
     assert step.seconds(290, 0) == step.seconds(1, 0)
-    assert step.seconds(1000, 0) - STEP_OVERHEAD_S == pytest.approx(1000 * 2 * QWEN_7B.active_params / H100.flops)
+    assert step.seconds(1000, 0) - H100.step_overhead_s == pytest.approx(1000 * 2 * QWEN_7B.active_params / H100.flops)
 
 
 def test_keys_and_values_are_read_whole_and_beyond_one_device_per_head_by_all():
@@ -127,7 +127,7 @@ def test_more_devices_make_a_step_shorter_by_less_than_their_number():
 def test_a_step_reads_the_experts_that_some_token_chose():
     step = StepModel.of(H100, ModelCost.of("qwen3-30b-a3b"), 1, PEAK)
     assert step.seconds(2, 0) - step.seconds(1, 0) == pytest.approx(step.expert_read_s * (8 / 128) * (1 - 8 / 128))
-    assert step.seconds(200, 0) - STEP_OVERHEAD_S == pytest.approx(step.read_s + step.expert_read_s, rel=1e-4)
+    assert step.seconds(200, 0) - H100.step_overhead_s == pytest.approx(step.read_s + step.expert_read_s, rel=1e-4)
 
 
 def test_a_batch_is_padded_to_the_next_captured_graph():
@@ -139,7 +139,7 @@ def test_a_prefill_is_linear_in_tokens_and_in_pairs_of_tokens():
     step = StepModel.of(H100, QWEN_7B, 1, PEAK)
     products_s = 4000 * 2 * QWEN_7B.active_params / H100.flops
     pairs_s = QWEN_7B.flops_per_pair * (4000 * 3999 / 2) / H100.flops
-    assert step.prefill_seconds(4000) == pytest.approx(STEP_OVERHEAD_S + products_s + pairs_s)
+    assert step.prefill_seconds(4000) == pytest.approx(H100.step_overhead_s + products_s + pairs_s)
     behind_s = step.prefill_seconds(4000, held_tokens=1000) - step.prefill_seconds(4000)
     assert behind_s == pytest.approx(QWEN_7B.flops_per_pair * 4000 * 1000 / H100.flops)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynarl.errors import ConfigError
 from dynarl.perf.device import Efficiency, load_device
-from dynarl.perf.memory import RESERVED_BYTES, inference_memory, rollout_memory, training_memory, transfer_seconds
+from dynarl.perf.memory import inference_memory, rollout_memory, training_memory
 from dynarl.perf.model import ModelCost
 from dynarl.perf.parallel import Link, Parallel
 from dynarl.perf.training import (
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic():
 
 def test_an_engine_takes_its_share_of_the_memory():
     memory = rollout_memory(H100, QWEN_7B, 2, 0.55)
-    assert memory.total - RESERVED_BYTES == pytest.approx(0.55 * H100.memory_bytes, rel=1e-6)
+    assert memory.total - H100.reserved_bytes == pytest.approx(0.55 * H100.memory_bytes, rel=1e-6)
 
 
 def test_more_devices_never_take_more_of_each():
@@ -226,7 +226,3 @@ def test_more_devices_never_take_more_of_each():
         total = training_memory(H100, model, Parallel(tp, 1, dp), 2048).total
         assert training_memory(H100, model, Parallel(tp, 1, 2 * dp), 2048).total < total
         assert training_memory(H100, model, Parallel(tp, 2, dp), 2048).total < total
-
-
-def test_what_sleeps_goes_through_the_link_to_the_host():
-    assert transfer_seconds(H100, 100e9) == pytest.approx(2.0)
