@@ -5,7 +5,7 @@ import re
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynarl.errors import ConfigError
@@ -32,12 +32,14 @@ times = st.integers(1, 50).map(float)
 # ---- pipelines
 
 
+@settings(deadline=None)
 @given(counts, counts, times, times)
 def test_even_stages_take_m_plus_p_minus_1_slots(stages, microbatches, forward, backward):
     slots = microbatches + stages - 1
     assert pipeline_makespan("1f1b", stages, microbatches, forward, backward) == slots * (forward + backward)
 
 
+@settings(deadline=None)
 @given(counts, st.integers(1, 4), st.integers(2, 4), times, times)
 def test_virtual_stages_divide_the_bubble(stages, lots, vpp, forward, backward):
     microbatches = stages * lots
@@ -50,6 +52,7 @@ def test_a_micro_batch_on_its_way_costs_a_hop_at_every_stage_there_and_back():
     assert pipeline_makespan("1f1b", 4, 1, 1.0, 2.0, p2p_s=0.5) == 4 * 3 + 2 * 3 * 0.5
 
 
+@settings(deadline=None)
 @given(counts, st.lists(times, min_size=1, max_size=9), times)
 def test_uneven_micro_batches_take_no_less_than_any_stage_and_no_more_than_all_in_turn(stages, forward, p2p):
     backward = [2 * one for one in forward]

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynarl.errors import ConfigError
@@ -96,6 +96,7 @@ def test_turns_share_the_length_and_each_but_the_last_waits_for_a_tool():
     assert mean == sorted(mean, reverse=True)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=5), st.data())
 def test_a_position_is_in_a_turn_exactly_where_there_is_something_to_decode(parts, data):
     turns = tuple(Turn(tokens, 5, added) for tokens, added in parts[:-1]) + (Turn(parts[-1][0]),)
