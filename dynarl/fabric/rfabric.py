@@ -119,21 +119,31 @@ class RFabric:
         """Circuits for bytes [pods, pods] between pods, one after the other to the pair that would take longest, while
         it has a plane free and gains: MixNet's greedy choice, on the larger of both directions.
 
-        Where it can choose, a pair keeps the planes that it has in `current`.
+        A pair keeps the planes that it has in `current` where it can choose; all of `current` stays where the times of
+        the pairs, slowest first, would not get better.
         """
         need = np.triu(np.maximum(demand, demand.T), 1).astype(float)
         setting = _Setting(self.uplinks, self.num_pods, current)
-        count = np.zeros_like(need)
+        open_, count = need.copy(), np.zeros_like(need)
         while True:
-            rate = np.where(count, count * self.circuit_bytes_per_s, self.electrical_bytes_per_s)
-            a, b = np.unravel_index(np.argmax(need / rate), need.shape)
-            if not need[a, b]:
-                return setting.circuits()
+            rate = self._rate(count)
+            a, b = (int(pod) for pod in np.unravel_index(np.argmax(open_ / rate), need.shape))
+            if not open_[a, b]:
+                break
             gains = (count[a, b] + 1) * self.circuit_bytes_per_s > rate[a, b]
-            if gains and setting.join(int(a), int(b)):
+            if gains and setting.join(a, b):
                 count[a, b] += 1
+            elif gains and setting.make_room(a, b):
+                # Also for pairs that had none, maybe; one of them joins next, so this comes to an end.
+                open_ = need.copy()
             else:
-                need[a, b] = 0.0
+                open_[a, b] = 0.0
+        before, after = (np.sort(-need / self._rate(n), axis=None).tolist() for n in (self.count(current), count))
+        return current if before >= after else setting.circuits()
+
+    def _rate(self, count: np.ndarray) -> np.ndarray:
+        """Bytes/s between pods with so many circuits; without one, all of a pod's link to the core."""
+        return np.where(count, count * self.circuit_bytes_per_s, self.electrical_bytes_per_s)
 
     def _topology(self, routed: np.ndarray, lit: np.ndarray) -> Topology:
         """Circuits that new messages take, and those that carry light. Links after the ports: pod to pod, pod-major;
@@ -182,28 +192,28 @@ class _Setting:
         )
 
     def join(self, a: int, b: int) -> bool:
-        """One more circuit between two pods. False: neither a plane that both have free nor a swap that frees one."""
-        free_a, free_b = self._partner[:, a] < 0, self._partner[:, b] < 0
-        both = np.nonzero(free_a & free_b)[0]
-        if len(both):
-            # Planes that the pair has now, then those that neither has in use, then any.
-            def rank(plane: int) -> tuple[int, int]:
-                now_a, now_b = self._current[plane, a], self._current[plane, b]
-                return (0 if now_a == b else 1 if now_a < 0 and now_b < 0 else 2, plane)
+        """One more circuit between two pods, if there is a plane that both have free."""
+        both = np.nonzero((self._partner[:, a] < 0) & (self._partner[:, b] < 0))[0].tolist()
 
-            self._set(min(map(int, both), key=rank), a, b)
-            return True
-        for x in np.nonzero(free_a)[0]:
-            for y in np.nonzero(free_b)[0]:
-                path = self._alternating(b, int(x), int(y))
+        def rank(plane: int) -> tuple[int, int]:
+            """The pair's plane now, then one that neither uses now, then any."""
+            now_a, now_b = self._current[plane, [a, b]].tolist()
+            return (0 if now_a == b else 1 if now_a < 0 and now_b < 0 else 2, plane)
+
+        if both:
+            self._partner[min(both, key=rank), [a, b]] = b, a
+        return bool(both)
+
+    def make_room(self, a: int, b: int) -> bool:
+        """Other circuits trade planes so that two pods, each with a plane free, have the same one free, if any can."""
+        for x in np.nonzero(self._partner[:, a] < 0)[0].tolist():
+            for y in np.nonzero(self._partner[:, b] < 0)[0].tolist():
+                path = self._alternating(b, x, y)
                 if path[-1] != a:
-                    self._swap(path, int(x), int(y))
-                    self._set(int(x), a, b)
+                    # Circuits of x along the path go to y and those of y to x: b has x free then, and a keeps it.
+                    self._partner[[[x], [y]], path] = self._partner[[[y], [x]], path]
                     return True
         return False
-
-    def _set(self, plane: int, a: int, b: int) -> None:
-        self._partner[plane, [a, b]] = b, a
 
     def _alternating(self, pod: int, x: int, y: int) -> list[int]:
         """Pods along circuits of planes x, y, x, ... from a pod that has y free. Planes are matchings: it is a path."""
@@ -212,7 +222,3 @@ class _Setting:
             path.append(int(self._partner[plane, path[-1]]))
             plane = x + y - plane
         return path
-
-    def _swap(self, path: list[int], x: int, y: int) -> None:
-        """Circuits of x along the path go to y and those of y to x: the path's first pod then has x free."""
-        self._partner[[[x], [y]], path] = self._partner[[[y], [x]], path]

@@ -196,7 +196,9 @@ def test_a_large_set_drains_at_most_a_little_late():
     while (soonest := network.next_completion()) is not None:
         network.advance(soonest[0])
         network.finish(soonest[1])
-    assert drain_seconds(routes, nbytes, topology.capacity_bytes_per_s) == pytest.approx(network.now_ns * 1e-9, rel=0.01)
+    assert drain_seconds(routes, nbytes, topology.capacity_bytes_per_s) == pytest.approx(
+        network.now_ns * 1e-9, rel=0.01
+    )
 
 
 def test_calls_that_cannot_be_are_refused():
