@@ -19,6 +19,7 @@ SHOWN_METRICS = [
     ("actor/grad_norm", "grad norm", "{:.2f}"),
     ("training/rollout_probs_diff_mean", "probs diff", "{:.1e}"),
     ("perf/throughput", "tokens/s per device", "{:.0f}"),
+    ("scheduling/share", "scheduling", "{:.2%}"),
     ("warm_start/loss", "warm-start loss", "{:.3f}"),
 ]
 

@@ -149,7 +149,8 @@ class Iteration:
                 self._hand_out(to_train)
                 if (moves := needed()) and self._change is None and self._is_possible(moves):
                     self._begin(moves)
-                self._consider(to_train)
+                with self._monitor.overhead("decisions"):
+                    self._consider(to_train)
                 self._changed.clear()
                 try:
                     # Not wait_for: Python 3.11's swallows a cancellation that comes together with the event.
@@ -213,7 +214,8 @@ class Iteration:
     # --- handing out
 
     def _hand_out(self, to_train: Minibatch) -> None:
-        self.requests.hand_out(rebalance=self._policy.rebalance and self._change is None)
+        with self._monitor.overhead("routing"):
+            self.requests.hand_out(rebalance=self._policy.rebalance and self._change is None)
         if not self._train:
             return
         if self._needs_scoring and self.ledger.num_in_state("generated"):

@@ -7,14 +7,22 @@ from typing import Any
 
 from dynarl.config.schema import Config
 from dynarl.controller.iteration import Iteration
+from dynarl.controller.overhead import Overhead
 from dynarl.scheduler.policy import ROLES
 
 
 def of_iteration(
-    config: Config, run: Iteration, steps: list[dict[str, Any]], num_nodes: int, began: float, ended: float
+    config: Config,
+    run: Iteration,
+    overhead: Overhead,
+    steps: list[dict[str, Any]],
+    num_nodes: int,
+    began: float,
+    ended: float,
 ) -> dict[str, float]:
     """`began`, `ended`: monotonic seconds of the iteration without the distribution of new weights. `alloc/nodes/*` are
-    means over the iteration."""
+    means over the iteration; `scheduling/share` is the controller's CPU time for decisions, routing of requests and telemetry
+    (without its way through the socket), divided by the iteration's time."""
     groups = list(run.ledger.groups.values())
     lengths = [group.tokens[s] for group in groups for s in group.samples]
     rewards = [group.rewards[s] for group in groups for s in group.samples]
@@ -47,6 +55,8 @@ def of_iteration(
         "perf/time_per_step": seconds,
         "alloc/moved_requests": run.requests.num_moved,
         "alloc/switch_count": sum(outcome.committed for outcome in run.tally.switches),
+        **{f"scheduling/{part}_s": spent for part, spent in sorted(overhead.seconds.items())},
+        "scheduling/share": overhead.seconds.total() / seconds,
     }
     if "kl_loss" in stats:
         data["actor/kl_loss"] = stats["kl_loss"] / tokens

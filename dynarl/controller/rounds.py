@@ -116,7 +116,8 @@ class Rounds:
             iteration=number, policy=self.config.policy.name, roles=roles, enter_s=entered - began,
             step_s=[step["seconds"] for step in stepped], sync_s=self.clock() - ended, seconds=self.clock() - began,
             switches=[outcome.phases for outcome in run.tally.switches if outcome.committed]))
-        self.writer.log(number, metrics.of_iteration(self.config, run, stepped, len(self.home), began, ended))
+        self.writer.log(number, metrics.of_iteration(
+            self.config, run, self.monitor.overhead, stepped, len(self.home), began, ended))
 
     def settle(self) -> None:
         """Home roles, and the roles that nodes are given, follow the trainer's layout: without training where none of
@@ -227,5 +228,6 @@ class Rounds:
 
     def event_figures(self, node: str, **data: Any) -> None:
         self.last_event = self.clock()
-        self.router.figures(node, self.clock(), **data)
-        self.monitor.figures(node, **data)
+        with self.monitor.overhead("telemetry"):
+            self.router.figures(node, self.clock(), **data)
+            self.monitor.figures(node, **data)

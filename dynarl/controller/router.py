@@ -32,9 +32,9 @@ class Router:
         self._max_running = config.rollout.max_running * self._devices
         self._max_queued = config.rollout.max_queued * self._devices
         self._lengths, self._speeds = lengths, Speeds()
-        self._survival, self._survival_of = lengths.survival([]), 0  # the estimate, and how many had finished then
         self._running: list[int] = []  # tokens of the running requests, at the last look
         self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
+        self._estimate([])
         self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds
         self._begun: dict[str, tuple[float, float]] = {}  # running sample -> (when it was handed out, its tokens then)
         self._tokens: dict[str, int] = {}  # sample that was given back -> its tokens
@@ -77,7 +77,7 @@ class Router:
         seen = nodes if free and len({self._speed(node) for node in nodes}) > 1 else list(free)
         waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
                    for sample in ledger.waiting(sum(free.values()))]
-        backlog = (ledger.num_waiting - len(waiting)) * float(self._survival.expected_remaining(0))
+        backlog = (ledger.num_waiting - len(waiting)) * self._remaining[0]
         assigned = route(waiting, self._instances(ledger, seen, now), backlog).assigned if waiting else {}
         for samples in assigned.values():
             self.handed_out(samples, now)
@@ -94,8 +94,8 @@ class Router:
         return rebalance(self._instances(ledger, nodes, now), move_s=self.move_s)
 
     def _instances(self, ledger: Ledger, nodes: list[str], now: float) -> list[Instance]:
-        if self._finished * 16 > self._survival_of * 17:  # enough has finished since to matter
-            self._survival, self._survival_of = self._lengths.survival(self._running), self._finished
+        if self._finished * 16 > self._estimated_of * 17:  # enough has finished since to matter
+            self._estimate(self._running)
         running: dict[str, list[str]] = {node: [] for node in nodes}
         for sample, node in ledger.running.items():
             if node in running:
@@ -131,5 +131,12 @@ class Router:
         tokens = min(tokens, self._lengths.max_tokens - 1)
         prefix = self._prompt_tokens + tokens
         sampled = int(tokens) - self._masked.get(sample, 0)
-        remaining = max(1.0, float(self._survival.expected_remaining(sampled)))
+        remaining = max(1.0, self._remaining[sampled])
         return Request(sample, wire.group_of(sample), prefix, remaining, home, "preferred" if home else "none")
+
+    def _estimate(self, running: list[int]) -> None:
+        """Tokens still expected of an answer, by those that it has; running: those of the unfinished ones."""
+        survival = self._lengths.survival(running)
+        # For all numbers at once: it is asked for every running request, again and again.
+        self._remaining: list[float] = survival.expected_remaining(range(survival.max_tokens + 1)).tolist()
+        self._estimated_of = self._finished

@@ -15,6 +15,7 @@ from typing import Any
 
 from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Outcome
+from dynarl.controller.overhead import Overhead
 from dynarl.controller.replicas import Replica
 from dynarl.controller.trace import Trace
 from dynarl.dataflow.ledger import Ledger
@@ -23,16 +24,17 @@ from dynarl.scheduler import adaptive, policy as rules
 from dynarl.scheduler.costs import Costs, WorkRate
 from dynarl.scheduler.situation import Decision, Queue, Situation
 from dynarl.scheduler.survival import Lengths
-from dynarl.scheduler.telemetry import Instance, summarize
+from dynarl.scheduler.telemetry import Instance, figures_interval_s, summarize
 
-# Of the controller's time, the most that decisions take: after one that took 5 ms the next is 0.5 s later, unless a
+# Of the controller's time, the most that decisions take: after one that took 2 ms the next is 0.4 s later, unless a
 # component has run out of work.
-DECISION_SHARE = 0.01
+DECISION_SHARE = 0.005
 LOOK_S = 0.1
 # A node whose rate at its load is so many times below the median is named as slow.
 SLOW = 2.0
-# Of two figures further apart than this the second says nothing about a step: the engine had nothing to do in between.
-FIGURES_GAP_S = 1.0
+# Of two figures further apart than this many intervals, and this many seconds, the second says nothing about a step: the
+# engine had nothing to do in between.
+FIGURES_GAP, FIGURES_GAP_S = 2.5, 1.0
 STAY_RECORD_S = 1.0
 
 
@@ -55,7 +57,10 @@ class Monitor:
         self._max_running = config.rollout.max_running * config.cluster.devices_per_node
         self._max_queued = config.rollout.max_queued * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
+        workers = config.cluster.nodes * config.cluster.devices_per_node
+        self._figures_gap_s = max(FIGURES_GAP_S, FIGURES_GAP * figures_interval_s(workers))
         self.lengths = Lengths(config.algorithm.max_response_tokens)
+        self.overhead = Overhead()
         self._workers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # node -> worker -> its last figures
         self._rates: dict[str, float] = {}
         self._partial: dict[str, int] = {}  # sample -> sampled tokens of the answer that its node gave up
@@ -67,6 +72,7 @@ class Monitor:
     def begin(self, iteration: int) -> None:
         """Another iteration, on other weights."""
         self.iteration, self._began = iteration, self.clock()
+        self.overhead.clear()
         self._workers.clear()
         self._partial.clear()
         self._leases.clear()
@@ -178,6 +184,8 @@ class Monitor:
         now = self.clock()
         if now < self.look_at and state == self._state:
             return {}
+        if ledger.num_in_state("generating") == len(ledger.groups) and set(roles.values()) == {"rollout"}:
+            return {}  # there is nothing else to do
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
         began = self._stopwatch()
@@ -307,11 +315,16 @@ class Monitor:
         )
 
     def lengths_on(self, node: str, count: int) -> list[int]:
-        """Tokens so far of the `count` requests on a node, as far as its workers have told."""
-        known = sorted(tokens for figures in self._workers[node].values() for tokens in figures["lengths"])
+        """Tokens so far of the `count` requests on a node: what its workers have told, and a token for each step since
+        then."""
+        now, step_s, most = self.clock(), self.costs.step.seconds(count), self.lengths.max_tokens - 1
+        known = sorted(
+            min(tokens + int((now - figures["at"]) / step_s), most)
+            for figures in self._workers[node].values()
+            for tokens in figures["lengths"]
+        )
         if not known:
-            steps = (self.clock() - self._began) / self.costs.step.seconds(count)
-            return [min(int(steps), self.lengths.max_tokens - 1)] * count
+            return [min(int((now - self._began) / step_s), most)] * count
         return [known[(2 * i + 1) * len(known) // (2 * count)] for i in range(count)]
 
     def kv_tokens(self) -> float | None:

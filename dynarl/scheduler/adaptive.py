@@ -47,9 +47,9 @@ START_SHARE = 0.1
 # Finishes that differ by less are the same: then fewer moves win, and now wins over later.
 SAME = 5e-3
 # A later change of rollout begins in one of these cells of the forecast (it has `CELLS`, denser at the beginning).
-LATER_CELLS = (2, 6, 11, 17, 24)
+LATER_CELLS = (4, 11, 20)
 # Allocations of each number of rollout nodes that are looked at with later changes, and all of them together.
-BEST_OF_EACH, MOST_LOOKED_AT = 3, 20
+BEST_OF_EACH, MOST_LOOKED_AT = 3, 10
 SHOWN = 8
 # A finish so far away means never: a stage has work and will have no node.
 FAR_S, NEVER_S = 1e6, 1e12

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from dynarl.scheduler.situation import Queue, Situation
 
 TINY_S = 1e-9
+# A policy that stays so often in a row while nothing runs stays for ever.
+IDLE_LOOKS = 10
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Replay:
         self.waiting = deque(range(len(self.length)))
         self.left = [len(members) for members in self.work.lengths]
         self.queues: dict[str, deque[int]] = {stage: deque() for stage in self.work.stages}
-        self.trained = 0
+        self.trained = self._idle_looks = 0
         self.finished: list[int] = []
         self.history: list[tuple[float, dict[str, str]]] = []
 
@@ -177,8 +179,8 @@ class Replay:
                 times.append(self.t + max(node.requests[0][0] - node.steps, 0.0) * self._step_s(node))
             times += [at for at in (node.busy_until, node.back_at) if at is not None]
             busy |= bool(node.requests or node.busy_until is not None or node.back_at is not None)
-        # A policy that stays while nothing runs stays for ever.
-        return max(min(times), self.t) if busy or self.looked_at < self.t else None
+        self._idle_looks = 0 if busy else self._idle_looks + 1
+        return max(min(times), self.t) if self._idle_looks <= IDLE_LOOKS else None
 
     def _advance(self, until: float) -> None:
         span, self.t = until - self.t, until

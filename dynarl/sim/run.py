@@ -21,6 +21,7 @@ import msgspec
 
 from dynarl.config import degrees
 from dynarl.controller.epochs import Epochs
+from dynarl.controller.overhead import Overhead
 from dynarl.controller.rounds import Rounds
 from dynarl.controller.telemetry import Monitor
 from dynarl.controller.training import Trainer
@@ -162,6 +163,7 @@ class _Simulation:
             stopwatch=lambda: next(decisions) * world.decision_s,
             figures_gap_s=REPORTS_APART * world.figures_s,
         )
+        monitor.overhead = Overhead(loop.time)  # decisions take no simulated time of the controller
         self.fleet = SimFleet(world, loop, self.log)
         rounds = self.rounds = Rounds(config, world.homes, self.fleet, self.journal, _Writer(), monitor)
         rounds.lease_numbers = itertools.count(1)  # not those of the process: runs must not differ by what ran before

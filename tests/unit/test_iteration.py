@@ -351,3 +351,9 @@ def test_of_an_iteration_that_is_given_up_no_further_change_of_roles_begins(tmp_
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(go())
+
+
+def test_what_scheduling_costs_the_controller_is_counted(tmp_path):
+    cluster = run(*POLICIES["adaptive, lend owners"], 1, tmp_path)
+    spent = cluster.iteration._monitor.overhead.seconds
+    assert spent["decisions"] > 0 and spent["routing"] > 0

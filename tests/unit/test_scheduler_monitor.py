@@ -97,8 +97,18 @@ def test_tokens_that_tools_wrote_count_as_work_of_the_stages_and_not_as_decode_s
 def test_a_sample_of_lengths_stands_for_all_requests_of_a_node(clock):
     learning = monitor(clock)
     steps(learning, clock, "n1", 8, 0.05, count=2)
+    clock.now -= 0.25  # to when the last ones came
     assert learning.lengths_on("n1", 4) == [5, 5, 50, 50]
     assert learning.lengths_on("n1", 1) == [50]
+
+
+def test_requests_go_on_between_two_reports_of_their_lengths(clock):
+    learning = monitor(clock)
+    steps(learning, clock, "n1", 8, 0.05, count=30)
+    clock.now += 0.25
+    assert learning.lengths_on("n1", 8) == [pytest.approx(n + 10, abs=1) for n in [5] * 4 + [50] * 4]
+    clock.now += 1e6
+    assert set(learning.lengths_on("n1", 8)) == {learning.lengths.max_tokens - 1}
 
 
 def test_a_second_lease_is_counted_from_the_end_of_the_first(clock):
@@ -144,7 +154,7 @@ def test_decisions_take_no_more_than_their_share_of_the_time(clock):
     for _ in range(1000):
         consult(learning, ledger)
         clock.now += 0.01
-    # Ten seconds at one hundredth are a tenth of a second for decisions, which take a millisecond or more each.
+    # At half of one hundredth ten seconds have 50 ms for decisions, which take a millisecond or more each.
     assert 1 <= len(looked) <= 10.0 * DECISION_SHARE / 0.001
     before = len(looked)
     ledger.finished("1:0:0", "n1", reward=1.0, tokens=3, finish="stop")

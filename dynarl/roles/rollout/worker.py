@@ -16,8 +16,8 @@ import msgspec
 
 from dynarl.roles.rollout.engine import ABORT, Engine, Output, Request
 from dynarl.roles.worker import Worker, main
+from dynarl.scheduler.telemetry import figures_interval_s
 
-FIGURES_INTERVAL_S = 0.25
 # At most so much of an answer is sampled again when a worker dies.
 PARTS_INTERVAL_S = 1.0
 # tokens_per_s is measured over at least this long: shorter spans are dominated by prefills.
@@ -25,8 +25,8 @@ RATE_SPAN_S = 1.0
 
 
 class RolloutWorker(Worker):
-    """Events: finished (one per answer), figures (at most 4 per second while busy, and one when the last answer is
-    out), parts (once a second: what was sampled for the answers that go on).
+    """Events: finished (one per answer), figures (at most 4 per second while busy, fewer the more workers there are, and
+    one when the last answer is out), parts (once a second: what was sampled for the answers that go on).
     """
 
     role = "rollout"
@@ -35,6 +35,7 @@ class RolloutWorker(Worker):
         super().__init__(*args)
         self._engine: Engine | None = None
         self._figures_sent = self._parts_sent = 0.0
+        self._figures_s = figures_interval_s(1)
         self._requests = self._resumed = 0  # since the last weights
         self._rate = 0.0
         self._rate_from = (0.0, 0)  # (time, tokens) where the present measurement began
@@ -50,7 +51,7 @@ class RolloutWorker(Worker):
             self._parts_sent = now
             if parts := engine.parts():
                 self.emit("parts", parts=msgspec.to_builtins(parts, builtin_types=(bytes,)))
-        if now - self._figures_sent >= FIGURES_INTERVAL_S or not busy:
+        if now - self._figures_sent >= self._figures_s or not busy:
             self._figures_sent = now
             figures = engine.figures()
             self._measure(now, figures.tokens)
@@ -61,6 +62,8 @@ class RolloutWorker(Worker):
         began = time.monotonic()
         if first := self._engine is None:
             self._engine = make_engine(model_dir, version, config or {})
+            cluster = (config or {}).get("cluster", {})
+            self._figures_s = figures_interval_s(cluster.get("nodes", 1) * cluster.get("devices_per_node", 1))
         else:
             self._engine.load(model_dir, version)
         if self._requests:
