@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 # Before fresh workers are started once more; also, a failed call comes before the report of the death that caused it.
 RETRY_PAUSE_S = 0.5
+# Iterations without a restart after which those before are forgotten: failure.max_restarts is there to end a job that
+# gets nowhere, and one that has got so far since is none.
+FORGIVEN_AFTER = 5
 
 
 class JobFailed(RuntimeError):
@@ -43,7 +46,7 @@ class Workers:
         self._job = job
         self.down: set[tuple[str, str]] = set()
         self.faults: asyncio.Queue[BaseException] = asyncio.Queue()
-        self._restarts = 0
+        self._restarts = self._restarted_in = 0  # and the iteration in which the last one was
         self._deaths: Counter[tuple[str, str]] = Counter()
         self._reviving: set[asyncio.Task] = set()
         self._worlds = itertools.count(1)
@@ -71,7 +74,12 @@ class Workers:
             task.cancel()
 
     def count_restart(self, why: str) -> None:
-        """One more restart. Raises JobFailed when that is more than failure.max_restarts."""
+        """One more restart. Raises JobFailed when that is more than failure.max_restarts, those before the last
+        `FORGIVEN_AFTER` iterations without one not counted."""
+        iteration = self._job.progress.iteration
+        if iteration - self._restarted_in >= FORGIVEN_AFTER:
+            self._restarts = 0
+        self._restarted_in = iteration
         self._restarts += 1
         most = self._job.config.failure.max_restarts
         if self._restarts > most:

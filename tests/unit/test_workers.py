@@ -40,7 +40,7 @@ def job(**failure) -> SimpleNamespace:
     lost = []
     stage = SimpleNamespace(lost=lost, worker_lost=lambda node, role, held: lost.append((node, role, list(held))))
     return SimpleNamespace(
-        config=Config(failure=Failure(**failure)), fleet=Fleet(), journal=Journal(), home=HOME, stage=stage,
+        config=Config(failure=Failure(**failure)), progress=SimpleNamespace(iteration=0), fleet=Fleet(), journal=Journal(), home=HOME, stage=stage,
         staging=SimpleNamespace(lock=asyncio.Lock(), versions=dict.fromkeys(HOME, 3)), weights=SimpleNamespace(version=3), epochs=SimpleNamespace(roles=HOME),
         trainer=SimpleNamespace(staged=lambda node, version: f"/staging/v{version}"))
 
@@ -131,3 +131,21 @@ def test_an_owner_that_hangs_takes_the_trainer_back():
         assert isinstance(fault, OwnerLost) and "no sign of life for 301 s" in str(fault)
 
     story(scenario)
+
+
+def test_restarts_are_forgotten_after_iterations_without_one():
+    async def scenario(workers, job):
+        for iteration in (1, 2, 3, 7, 12):  # four iterations do not make the first three forgotten, five do
+            job.progress.iteration = iteration
+            if iteration == 7:
+                with pytest.raises(JobFailed, match="restart 4 of at most 3"):
+                    workers.count_restart("died")
+            else:
+                workers.count_restart("died")
+        job.progress.iteration = 11  # the trainer went back to a checkpoint
+        workers.count_restart("died")
+        workers.count_restart("died")
+        with pytest.raises(JobFailed, match="restart 4 of at most 3"):
+            workers.count_restart("died")
+
+    story(scenario, max_restarts=3)
