@@ -55,7 +55,7 @@ def _print(found: dict[str, Any]) -> None:
     from dynarl.report.palette import STATE_STYLES
 
     console = output.console()
-    head = Text.assemble((found["run"], "bold"), "  ", (found["state"], STATE_STYLES[found["state"]]))
+    head = Text.assemble((found["run"], "bold"), "  ", (found["state"], STATE_STYLES.get(found["state"], "")))
     if found["stage"] and found["state"] == "running":
         head.append(f", {found['stage']}")
     console.print(head, soft_wrap=True)

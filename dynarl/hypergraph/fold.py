@@ -2,7 +2,8 @@
 
 A run that goes back to a checkpoint forgets what it did after it: `resumed` does so for a later start of the controller
 and for a restore inside one. A start without `resumed` begins at nothing again. Events that are not known here (of a
-newer version) are counted and otherwise ignored; so are unknown fields.
+newer version) are counted and otherwise ignored; so are unknown fields. A record with a field of a wrong type is left
+out, and noted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dynarl.hypergraph import workflow
+from dynarl.hypergraph.fields import wrong_in
 from dynarl.hypergraph.graph import Epoch, Graph, Iteration, Move, Recut, Worker
 
 MAX_FAULTS = 100
@@ -30,6 +32,8 @@ def apply(graph: Graph, record: Record) -> None:
     """Take in one record. What is wrong with it is noted in `graph.faults`."""
     graph.version = record["seq"]
     graph.last_t = record["t"]
+    if wrong := wrong_in(record):
+        return _fault(graph, f"{record['type']} was left out: {wrong}")
     handler = _HANDLERS.get(record["type"])
     if handler is None:
         graph.unknown_events[record["type"]] += 1

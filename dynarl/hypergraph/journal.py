@@ -35,6 +35,7 @@ from dynarl.lines import LineReader
 Record = dict[str, Any]
 
 RESERVED = frozenset({"seq", "t", "type", "owner", "crc"})
+_OWNER = re.compile(r"\d+\.\w*")
 _CRC = re.compile(rb',"crc":(\d{1,10})}\n$')
 
 
@@ -60,7 +61,16 @@ def decode(line: bytes) -> Record | None:
         record = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return None
-    return record if isinstance(record, dict) and RESERVED - {"crc"} <= record.keys() else None
+    return record if isinstance(record, dict) and _is_signed(record) else None
+
+
+def _is_signed(record: Record) -> bool:
+    """Whether it says which record it is, when, of what kind and whose."""
+    kinds = {"seq": int, "t": int | float, "type": str, "owner": str}
+    return (
+        all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+        and _OWNER.fullmatch(record["owner"]) is not None
+    )
 
 
 def _term(owner: str) -> int:

@@ -101,7 +101,7 @@ def test_the_edges_say_what_runs_where_with_which_layout():
         ),
         ("a step of iteration 4, which was not started", [("step_committed", {"iteration": 4, "samples": []})]),
         ("has no field 'epoch'", [("epoch_cancelled", {"reason": "x"})]),
-        ("weights_staged is not as it should be", [("weights_staged", {"version": 1, "nodes": 3})]),
+        ("weights_staged was left out", [("weights_staged", {"version": 1, "nodes": 3})]),
         (
             "while no node had the role training",
             [
