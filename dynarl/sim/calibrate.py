@@ -100,7 +100,7 @@ class Calibration:
         return World(
             config=config, homes=homes, gpus_per_device=1, engines_per_device=1, step=self.step,
             kv_capacity_tokens=self.kv_tokens or UNBOUNDED_TOKENS, draw=draw, times=self.times(),
-            network=_Measured(self.phases["sync"]), figures_s=FIGURES_S, decision_s=0.0,
+            network=_Measured(self.phases["sync"]), weight_bytes=1, figures_s=FIGURES_S, decision_s=0.0,
         )  # fmt: skip
 
 

@@ -58,12 +58,13 @@ class Iteration:
 
 @dataclass
 class Run:
-    """A simulated job. num_events: of its log; num_timers: of the loop."""
+    """A simulated job. num_events: of its log; num_timers: of the loop; traces: lines of its `controller.trace`."""
 
     iterations: list[Iteration]
     events_sha256: str
     num_events: int
     num_timers: int
+    traces: list[bytes]
 
 
 class _Writer:
@@ -71,12 +72,13 @@ class _Writer:
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
+        self.traces: list[bytes] = []
 
     def log(self, iteration: int, data: dict[str, float]) -> None:
         self.rows[iteration] = data
 
     def trace(self, line: bytes) -> None:
-        """What a simulated iteration took says nothing that its world does not."""
+        self.traces.append(line)
 
 
 class Scenario(Protocol):
@@ -179,7 +181,7 @@ class _Simulation:
         await rounds.trainer.join()
         await rounds.epochs.go_home()
         done = [await self._iterate(number) for number in range(1, iterations + 1)]
-        return Run(done, self.log.sha256, self.log.num_events, loop.num_timers)
+        return Run(done, self.log.sha256, self.log.num_events, loop.num_timers, rounds.writer.traces)
 
     def _introduce(self) -> None:
         """On record as the start of a real job has it, so that changes of roles are held against the rules."""

@@ -1,0 +1,86 @@
+"""Constants from a trace: what a cluster of known constants writes gives them back, and predicts other policies."""
+
+import msgspec
+import pytest
+
+from dynarl.config.schema import Algorithm, Config, Policy, Rollout, Split
+from dynarl.perf.rollout import StepModel
+from dynarl.sim import calibrate, validate
+from dynarl.sim.run import run
+from dynarl.sim.workload import Lengths, SimRequest, Turn, Workload
+
+STEP = StepModel(0.004, 0.0003, 0.0)
+STAGES = {"inference": (0.02, 1e-4), "training": (0.05, 4e-4)}
+PHASES = {"prepare": 0.01, "vote": 0.002, "drain": 0.004, "transfer": 0.03, "commit": 0.001, "step": 0.2, "sync": 0.1}
+TRUE = calibrate.Calibration(STEP, STAGES, PHASES, 0, ())
+CONFIG = Config(
+    split=Split(rollout=3, inference=1, training=1),
+    policy=Policy(name="threshold", threshold=8, lend_owners=True),
+    algorithm=Algorithm(prompts_per_step=16, group_size=8, max_response_tokens=1024),
+    rollout=Rollout(max_running=32),
+)
+HOMES = {"n1": "training", "n2": "inference", "n3": "rollout", "n4": "rollout", "n5": "rollout"}
+WORK = Workload(prompts=16, group_size=8, prompt=Lengths(median=20, cap=40), response=Lengths(median=200, sigma=0.8, cap=1024))
+
+
+def traced(policy, iterations=3):
+    world = TRUE.world(msgspec.structs.replace(CONFIG, policy=policy), HOMES, lambda i, seed: WORK.draw(i, seed))
+    done = run(world, 1, iterations=iterations)
+    return [msgspec.json.decode(line) for line in done.traces], done
+
+
+def test_the_constants_of_a_cluster_come_back_from_its_trace():
+    lines, _ = traced(CONFIG.policy)
+    found = calibrate.fit(lines)
+    assert found.step.fixed_s == pytest.approx(STEP.fixed_s, rel=0.05)
+    assert found.step.per_request_s == pytest.approx(STEP.per_request_s, rel=0.05)
+    for role in ("inference", "training"):
+        assert found.stages[role] == pytest.approx(STAGES[role], rel=0.02)
+    for name in ("prepare", "vote", "drain", "transfer", "commit", "sync"):
+        assert found.phases[name] == pytest.approx(PHASES[name], abs=2e-3), name
+    errors = {constant.name: constant.error for constant in found.constants}
+    assert errors["training/per_token"] < 0.01 * STAGES["training"][1], "leases take exactly what they take here"
+
+
+def test_constants_from_one_policy_predict_others():
+    lines, _ = traced(CONFIG.policy)
+    found = calibrate.fit(lines)
+    for policy in (Policy(name="colocated"), Policy(name="static"), Policy(name="adaptive", lend_owners=True)):
+        other, done = traced(policy)
+        config = msgspec.structs.replace(CONFIG, policy=policy)
+        [row] = validate.compare(config, other, found)
+        assert row.name == policy.name and row.nodes == 5
+        assert row.measured_s == pytest.approx(sorted(i.makespan_s for i in done.iterations)[1], rel=0.01)
+        assert abs(row.error) < 0.03, row
+
+
+def test_a_wrong_constant_shows_in_the_prediction():
+    lines, _ = traced(Policy(name="colocated"))
+    found = calibrate.fit(lines)
+    slow = calibrate.Calibration(STEP.scaled(1.5), found.stages, found.phases, 0, ())
+    [row] = validate.compare(msgspec.structs.replace(CONFIG, policy=Policy(name="colocated")), lines, slow)
+    assert row.error > 0.1
+
+
+def test_what_would_be_negative_is_left_out():
+    line = {"decode": [[n, 10, 10 * n, 0, 10 * (0.01 - 1e-5 * n)] for n in (1, 2, 5, 9)], "leases": [], "kv_tokens": 0,
+            "step_s": [0.1], "sync_s": 0.1, "switches": []}  # fmt: skip
+    found = calibrate.fit([line])
+    assert found.step.per_request_s == 0.0 and found.step.fixed_s == pytest.approx(0.01, rel=0.01)
+
+
+def test_answers_come_back_as_they_were_with_the_work_of_tools_in_even_shares():
+    line = {"answers": [["3:7:1", 11, 30, 9, 2, 4.0, 1.5], ["3:7:0", 11, 5, 0, 0, 0.0, 0.5]]}
+    tool_ns = 2_000_000_000
+    assert calibrate.requests(line) == [
+        SimRequest("3:7:0", 11, (Turn(5),)),
+        SimRequest("3:7:1", 11, (Turn(7, tool_ns, 5), Turn(7, tool_ns, 4), Turn(7))),
+    ]
+
+
+def test_a_run_without_a_trace_is_told_so(tmp_path):
+    with pytest.raises(calibrate.NoTrace, match="trace.jsonl has no iteration"):
+        calibrate.read(tmp_path)
+    line = {"decode": [], "leases": [], "kv_tokens": 0, "step_s": [], "sync_s": 0.1, "switches": []}
+    with pytest.raises(calibrate.NoTrace, match="too short"):
+        calibrate.fit([line])
