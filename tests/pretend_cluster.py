@@ -69,6 +69,7 @@ class Cluster:
         self.iteration: Iteration | None = None
         self.chaos_share, self.longest = chaos_share, longest
         self.faults: Counter[str] = Counter()
+        self.begun: dict[str, Counter[str]] = {}  # role -> groups by state when it got its first lease
         self.relocated: Counter[str] = Counter()  # requests given up for another node, without a change of roles
         self.tasks: set[asyncio.Task] = set()
 
@@ -226,6 +227,8 @@ class Cluster:
         return given_up
 
     async def hand_out(self, node, role, lease, samples):
+        states = Counter(group.state for group in self.iteration.ledger.groups.values())
+        self.begun.setdefault(role, states)
         await self.passing(node, role, [(s["sample"], s["holder"]) for s in samples])
         node.work[role].append({"lease": lease, "samples": [s["sample"] for s in samples], "started": False})
         if len(node.work[role]) == 1:

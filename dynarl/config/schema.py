@@ -100,6 +100,13 @@ class Policy(Section):
     rebalance: Annotated[
         bool, doc("requests move from an overloaded rollout node to an idle one when that pays; no role changes by it")
     ] = True
+    switching: Annotated[
+        Literal["job", "node"],
+        doc(
+            "of colocated. job: roles change together, by a protocol over all that are concerned. node: on each node the "
+            "roles take turns at its devices by themselves, as soon as the work there allows"
+        ),
+    ] = "job"
     dwell_s: Annotated[NonNegative, doc("least time between two moves")] = 0.3
     vote_timeout_s: Annotated[NonNegative, doc("a move not agreed on by then is cancelled")] = 10.0
 
@@ -166,6 +173,19 @@ class Algorithm(Section):
     truncated: Annotated[
         Literal["keep", "zero_reward", "mask"], doc("what becomes of an answer cut at max_response_tokens")
     ] = "zero_reward"
+
+
+class Dataflow(Section):
+    """What flows from one component to the next."""
+
+    chunk: Annotated[
+        dict[str, Positive | Literal["all"]],
+        doc(
+            "by channel of the workflow (trajectories, scored): complete groups that are gathered before they are "
+            "offered downstream, where a channel is not named each one at once. all: downstream begins when upstream "
+            "has ended. What is left when upstream ends goes as it is"
+        ),
+    ] = {}
 
 
 class WarmStart(Section):
@@ -287,6 +307,7 @@ class Config(Section):
     model: Model = msgspec.field(default_factory=Model)
     task: Task = msgspec.field(default_factory=Task)
     algorithm: Algorithm = msgspec.field(default_factory=Algorithm)
+    dataflow: Dataflow = msgspec.field(default_factory=Dataflow)
     warm_start: WarmStart = msgspec.field(default_factory=WarmStart)
     rollout: Rollout = msgspec.field(default_factory=Rollout)
     inference: Inference = msgspec.field(default_factory=Inference)

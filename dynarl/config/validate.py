@@ -68,7 +68,7 @@ class Shape:
 
 def check(config: Config) -> None:
     """Raise ConfigError with every fault found, one per line."""
-    rules = (_nodes, _time, _workflow, _policy, _failure, _model, _batches, _options)
+    rules = (_nodes, _time, _workflow, _dataflow, _policy, _switching, _failure, _model, _batches, _options)
     faults = [fault for rule in rules for fault in rule(config)]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -129,6 +129,43 @@ def _workflow(config: Config) -> Iterator[str]:
             yield (
                 f"algorithm.workflow = {name}: its component {component} needs the role program {each.program}, "
                 f"which this version does not have; it has {', '.join(workflow.PROGRAMS)}"
+            )
+
+
+def _dataflow(config: Config) -> Iterator[str]:
+    try:
+        declared = workflow.declared(config.algorithm.workflow)
+    except ConfigError:
+        return  # told by another rule
+    able = declared.chunked
+    for name in config.dataflow.chunk:
+        if name not in able:
+            yield (
+                f"dataflow.chunk: {name!r} is no channel of the workflow {config.algorithm.workflow} on which whole "
+                f"groups go from one role to another; those are {', '.join(able)}"
+            )
+
+
+def _switching(config: Config) -> Iterator[str]:
+    """Every node must be able to train by itself: its lock knows nothing of what other nodes hold."""
+    if config.policy.switching == "job":
+        return
+    if config.policy.name != "colocated":
+        yield (
+            f"policy.switching = node with policy.name = {config.policy.name}: only under colocated do nodes switch by "
+            "themselves; set policy.name to colocated, or policy.switching to job"
+        )
+    devices = config.cluster.devices_per_node
+    try:
+        layouts = degrees.every(config.training)
+    except ConfigError:
+        return  # told by another rule
+    for each in layouts:
+        if (size := each.tp * each.pp * each.ep) > devices:
+            yield (
+                f"policy.switching = node: a replica of the trainer in layout {each} has tp {each.tp} x pp {each.pp} x "
+                f"ep {each.ep} = {size} devices, but a node has cluster.devices_per_node = {devices}; "
+                "set policy.switching to job"
             )
 
 

@@ -21,8 +21,10 @@ from dynarl.controller.replicas import Replica, inside_nodes
 from dynarl.controller.requests import Requests
 from dynarl.controller.router import Router
 from dynarl.controller.telemetry import Monitor
+from dynarl.dataflow import channels
 from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.dataflow.minibatches import Minibatch, Minibatches
+from dynarl.hypergraph import workflow
 from dynarl.rl.advantages import group_advantages, is_flat
 from dynarl.rl.truncation import judge
 from dynarl.scheduler.policy import View, decide
@@ -90,6 +92,12 @@ class Iteration:
             for role in ("inference", "training")
         }, self._spawn)
         self._needs_scoring = scored_by_inference
+        self._into = {
+            role: channels.into(
+                workflow.declared(config.algorithm.workflow), role, config.dataflow.chunk, len(self.ledger.groups)
+            )
+            for role in ("inference", "training")
+        }
         self.tally = Tally(self._clock())
         self.training_weights = weights
         self._leaving: set[str] = set()
@@ -219,10 +227,21 @@ class Iteration:
         if not self._train:
             return
         if self._needs_scoring and self.ledger.num_in_state("generated"):
-            self.leases.hand_out("inference", self.ledger.in_state("generated"), self._at_work("inference"), lambda sample: {})
+            self.leases.hand_out("inference", self._to_score(), self._at_work("inference"), lambda sample: {})
         if self.ledger.num_in_state("scored"):
-            scored = (g for g in self.ledger.in_state("scored") if g.name in to_train.names)
-            self.leases.hand_out("training", scored, self._at_work("training"), self._of_sample)
+            self.leases.hand_out("training", self._to_train(to_train), self._at_work("training"), self._of_sample)
+
+    def _to_score(self) -> Iterator[Group]:
+        """Groups that inference may take now."""
+        return (group for group in self.ledger.in_state("generated") if self._is_offered(group))
+
+    def _to_train(self, batch: Minibatch) -> Iterator[Group]:
+        """Groups of a minibatch that training may take now."""
+        return (group for group in self.ledger.in_state("scored") if group.name in batch.names and self._is_offered(group))
+
+    def _is_offered(self, group: Group) -> bool:
+        """Whether the chunk is full in which a generated or scored group goes on."""
+        return group.name in self._into["inference" if group.state == "generated" else "training"].offered
 
     def _of_sample(self, sample: str) -> dict[str, float]:
         advantage, weight = self._advantages[wire.group_of(sample)][sample]
@@ -252,6 +271,9 @@ class Iteration:
             self._completed.append(full)
             self._minibatches.completed(full)
             self._settle(full)
+            for name in self._into["inference"].put(full.name):
+                if not self._needs_scoring:
+                    self._into["training"].put(name)
         if not self.ledger.num_live:
             self.tally.generated_at = self._clock()
         self._wake()
@@ -282,7 +304,8 @@ class Iteration:
 
     def event_scored(self, node: str, *, lease: int, stats: dict[str, float] | None = None) -> None:
         self.leases.done(lease)
-        if self.ledger.scored(lease) is not None:
+        if (group := self.ledger.scored(lease)) is not None:
+            self._into["training"].put(group.name)
             self.tally.add(self.tally.score_stats, stats or {})
             self.tally.scored_at = self._clock()
         self._wake()
@@ -327,7 +350,8 @@ class Iteration:
             return
         if self._policy.name == "adaptive":
             moves = self._monitor.consult(
-                self._policy, self.ledger, self._epochs.roles, self._may, self._down, to_train.names,
+                self._policy, self.ledger, self._epochs.roles, self._may, self._down,
+                lambda group: self._is_offered(group) and (group.state == "generated" or group.name in to_train.names),
                 self._needs_scoring, self.leases.replicas, self._clock() - self._last_change)
         else:
             moves = decide(self._policy, self.view(to_train))
@@ -351,8 +375,8 @@ class Iteration:
         return View(
             roles=roles, may=self._may, waiting=self.ledger.num_waiting, generating=count("generating"),
             running={n: self.ledger.num_running_on(n) for n, r in roles.items() if r == "rollout"},
-            needs_scoring=self._needs_scoring, to_score=count("generated"), scoring=count("scoring"),
-            to_train=sum(g.name in to_train.names for g in self.ledger.in_state("scored")), training=count("training"))
+            needs_scoring=self._needs_scoring, to_score=sum(1 for _ in self._to_score()), scoring=count("scoring"),
+            to_train=sum(1 for _ in self._to_train(to_train)), training=count("training"))
 
     def count_node_seconds(self) -> None:
         """Add the time since the last call to the roles that the nodes have had since then."""

@@ -98,6 +98,11 @@ class Workflow(_Declaration):
         """Channels that it takes from, feedback left out."""
         return {n: c for n, c in self.channels.items() if component in c.consumers and not c.feedback}
 
+    @property
+    def chunked(self) -> Names:
+        """Channels on which whole groups go from one component to another; these can be gathered on the way."""
+        return tuple(n for n, c in self.channels.items() if c.granularity == "group" and c.producers and not c.feedback)
+
 
 @functools.cache
 def names() -> Names:

@@ -26,6 +26,7 @@ def faults(written):
         "training: {layouts: {2: \"pp=2,nodes=2\", 3: nodes=1}}",
         "model: {experts: 4}\ncluster: {devices_per_node: 2}\ntraining: {layouts: {2: ep=2}}",
         "cluster: {sbatch_args: [--constraint=a100, --exclude=n3]}",
+        "dataflow: {chunk: {trajectories: 4, scored: all}}\npolicy: {name: colocated, switching: node}",
     ],
 )
 def test_what_works_is_accepted(written):
@@ -43,6 +44,16 @@ def test_what_works_is_accepted(written):
         ("split: {rollout: 0, inference: 3}\npolicy: {name: static}", "nobody would generate"),
         ("task: {verify_timeout_s: 90}", "failure.hang_s: environment = 60 s, but task.verify_timeout_s = 90 s"),
         ("failure: {hang_s: {environment: 8}}", "environment = 8 s, but task.tool_timeout_s = 10 s"),
+        (
+            "dataflow: {chunk: {answers: 2}}",
+            "dataflow.chunk: 'answers' is no channel of the workflow grpo on which whole groups go from one role to another; "
+            "those are trajectories, scored",
+        ),
+        ("policy: {switching: node}", "policy.switching = node with policy.name = threshold"),
+        (
+            "policy: {name: colocated, switching: node}\nsplit: {rollout: 1, training: 2}\ntraining: {pp: 2}",
+            "a replica of the trainer in layout tp=1,pp=2 has tp 1 x pp 2 x ep 1 = 2 devices",
+        ),
         ("policy: {min_rollout_nodes: 3}", "policy.min_rollout_nodes = 3 is more than split.rollout = 2"),
         (
             "cluster: {devices_per_node: 3}\ntraining: {tp: 2}",

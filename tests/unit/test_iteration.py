@@ -9,7 +9,7 @@ import pytest
 from pretend_cluster import TURN, WEIGHTS, Cluster, VirtualTime
 
 from dynarl import wire
-from dynarl.config.schema import Algorithm, Config, Policy, Rollout
+from dynarl.config.schema import Algorithm, Config, Dataflow, Policy, Rollout
 from dynarl.controller import requests, router
 from dynarl.controller.epochs import Epochs, Outcome
 from dynarl.controller.iteration import Iteration
@@ -36,7 +36,7 @@ def describe(log, home, may, policy):
 
 
 def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_share=0.0, reaped=False, minibatches=1, membership="fixed",
-        groups=8, size=3, slow=(), max_running=8, longest=30, limit_s=10.0):
+        groups=8, size=3, slow=(), max_running=8, longest=30, chunk=None, limit_s=10.0):
     """One iteration. Returns the cluster, after the checks that hold for every iteration. `reaped`: idle workers die, too;
     slow: nodes that take five times as long for a token."""
     samples = [wire.sample_id(1, g, m) for g in range(groups) for m in range(size)]
@@ -50,7 +50,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         epochs.roles = start_roles(policy, home)
         config = Config(policy=policy, rollout=Rollout(max_running=max_running), algorithm=Algorithm(
             prompts_per_step=groups, group_size=size, minibatches=minibatches, membership=membership,
-            max_response_tokens=cluster.longest, normalize_std=False))
+            max_response_tokens=cluster.longest, normalize_std=False), dataflow=Dataflow(chunk=chunk or {}))
         iteration = cluster.iteration = Iteration(
             config, cluster, epochs, WEIGHTS, may, cluster.down, samples,
             scored_by_inference=any("inference" in choices for choices in may.values()),
@@ -132,6 +132,23 @@ def test_an_iteration_trains_every_sample_once(home, policy, tmp_path):
     moved = any(outcome.committed for outcome in cluster.switches)
     # Adaptive stays here if it likes: everything is over in less time than it takes a move to cost.
     assert policy.name == "adaptive" or moved == (policy.name != "static")
+
+
+CHUNKS = ({"trajectories": 3}, {"scored": 3}, {"trajectories": 5, "scored": 2}, {"trajectories": "all", "scored": "all"})
+
+
+@pytest.mark.parametrize("home, policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("chunk", CHUNKS, ids=str)
+@pytest.mark.parametrize("minibatches, chaos_share", [(1, 0.0), (4, 0.05)])
+def test_whatever_the_chunks_every_sample_is_trained_once(home, policy, chunk, minibatches, chaos_share, tmp_path):
+    run(home, policy, 1, tmp_path, chunk=chunk, minibatches=minibatches, chaos_share=chaos_share)
+
+
+@pytest.mark.parametrize("policy", [Policy(name="static"), Policy(name="colocated", dwell_s=0.0)], ids=lambda p: p.name)
+def test_components_whose_channels_hold_everything_back_work_in_turn(policy, tmp_path):
+    begun = run(homes(2, 1, 1), policy, 1, tmp_path, chunk={"trajectories": "all", "scored": "all"}).begun
+    assert not begun["inference"]["generating"] and not begun["training"]["generated"] + begun["training"]["scoring"]
+    assert run(homes(2, 1, 1), Policy(name="static"), 1, tmp_path).begun["training"]["generating"], "chunks of one are not held back"
 
 
 @pytest.fixture
