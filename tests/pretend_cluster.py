@@ -7,9 +7,11 @@ optimizer step would add up can be read from them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections import Counter, defaultdict
 
+from dynarl.agent.sharing import Sharing
 from dynarl.controller.epochs import Weights
 from dynarl.controller.fleet import Fleet
 from dynarl.controller.iteration import Iteration
@@ -55,6 +57,10 @@ class Node:
         self.work: dict[str, list[dict]] = defaultdict(list)
         self.buffer: Counter[str] = Counter()
         self.plan: dict | None = None
+        self.sharing: Sharing | None = None  # the cluster's
+
+    def has_work(self, role: str) -> bool:
+        return bool(self.requests if role == "rollout" else self.work[role])
 
 
 class Cluster:
@@ -65,10 +71,13 @@ class Cluster:
     def __init__(self, roles: dict[str, str], seed: int, chaos_share: float = 0.0, longest: int = 30):
         self.random = random.Random(seed)
         self.agents = {name: Node(name, role) for name, role in roles.items()}
+        for node in self.agents.values():
+            node.sharing = Sharing(functools.partial(self.switch, node), node.has_work)
         self.down: set[tuple[str, str]] = set()
         self.iteration: Iteration | None = None
         self.chaos_share, self.longest = chaos_share, longest
         self.faults: Counter[str] = Counter()
+        self.switched: Counter[tuple[str, str]] = Counter()  # by nodes themselves
         self.begun: dict[str, Counter[str]] = {}  # role -> groups by state when it got its first lease
         self.relocated: Counter[str] = Counter()  # requests given up for another node, without a change of roles
         self.tasks: set[asyncio.Task] = set()
@@ -109,6 +118,7 @@ class Cluster:
         node.work[role].clear()
         if role == "training":
             node.buffer.clear()
+        node.sharing.look()
         self.iteration.worker_lost(node.name, role, recorded)
         self.spawn(self.revive(node, role))
 
@@ -135,6 +145,7 @@ class Cluster:
             request[0] += 1
             node.made += 1
         del node.requests[sample]
+        node.sharing.look()
         await self.pause(20)  # the verifier
         node.held[sample] = request[0]
         self.iteration.event_finished(node.name, sample=sample, reward=self.reward(sample), correct=True, timed_out=False,
@@ -165,6 +176,7 @@ class Cluster:
             if not node.work[role] or node.work[role][0] is not entry:
                 return
             node.work[role].pop(0)
+            node.sharing.look()
             if role == "training":
                 for sample in entry["samples"]:
                     node.buffer[sample] += 1
@@ -206,12 +218,13 @@ class Cluster:
             node.inside -= 1
 
     async def on_generate(self, node, requests, split, temperature, seed, max_response_tokens, holders, order):
-        await self.passing(node, "rollout", [(r["sample"], r["holder"]) for r in requests if r["holder"]])
-        for request in requests:
-            assert request["sample"] not in node.requests, "the same request twice on one node"
-            tokens = self.agents[request["holder"]].held[request["sample"]] if request["holder"] else 0
-            node.requests[request["sample"]] = [tokens]
-            self.spawn(self.decode(node, request["sample"], node.requests[request["sample"]]))
+        async with node.sharing.turn("rollout"):
+            await self.passing(node, "rollout", [(r["sample"], r["holder"]) for r in requests if r["holder"]])
+            for request in requests:
+                assert request["sample"] not in node.requests, "the same request twice on one node"
+                tokens = self.agents[request["holder"]].held[request["sample"]] if request["holder"] else 0
+                node.requests[request["sample"]] = [tokens]
+                self.spawn(self.decode(node, request["sample"], node.requests[request["sample"]]))
 
     async def on_abort(self, node, samples):
         if "rollout" not in node.dead and self.chaos("a worker dies as it gives up requests"):
@@ -223,16 +236,18 @@ class Cluster:
             if tokens:
                 node.held[sample] = tokens
             given_up.append({"sample": sample, "tokens": tokens})
+        node.sharing.look()
         self.relocated.update(partial["sample"] for partial in given_up)
         return given_up
 
     async def hand_out(self, node, role, lease, samples):
         states = Counter(group.state for group in self.iteration.ledger.groups.values())
         self.begun.setdefault(role, states)
-        await self.passing(node, role, [(s["sample"], s["holder"]) for s in samples])
-        node.work[role].append({"lease": lease, "samples": [s["sample"] for s in samples], "started": False})
-        if len(node.work[role]) == 1:
-            self.spawn(self.serve(node, role))
+        async with node.sharing.turn(role):
+            await self.passing(node, role, [(s["sample"], s["holder"]) for s in samples])
+            node.work[role].append({"lease": lease, "samples": [s["sample"] for s in samples], "started": False})
+            if len(node.work[role]) == 1:
+                self.spawn(self.serve(node, role))
 
     async def on_score(self, node, lease, devices, samples, holders):
         await self.hand_out(node, "inference", lease, samples)
@@ -243,6 +258,30 @@ class Cluster:
             # Relative to the whole group, wherever its members were made and in whatever order they finished.
             assert abs(item["advantage"] - (reward - sum(rewards) / len(rewards))) < 1e-6 and item["weight"] == 1.0
         await self.hand_out(node, "training", lease, samples)
+
+    # --- roles that take turns by themselves
+
+    async def on_share(self, node, order, weights):
+        node.sharing.begin(order)
+
+    async def on_unshare(self, node):
+        await node.sharing.end()
+        return node.active
+
+    async def on_take(self, node, role):
+        async with node.sharing.turn(role):
+            pass
+
+    async def switch(self, node, role):
+        if role == node.active:
+            return
+        assert not node.has_work(node.active), f"{node.active} on {node.name} has work and loses the devices"
+        await self.pause(8)
+        if role in node.dead or self.chaos("a switch that fails"):
+            raise CallError(f"{node.name} has no {role} worker")
+        source, node.active = node.active, role
+        self.switched[node.name, role] += 1
+        self.iteration.event_switched(node.name, source=source, target=role, phases={"load_ms": 1.0})
 
     # --- a change of roles
 

@@ -1,12 +1,15 @@
 """Roles and weights of one node: which role is active, which weights its workers hold, and how both change.
 
     prepare -> vote -> quiesce -> transfer -> vote -> commit      or, after any of them that failed, rollback
+
+Between `share` and `unshare` roles change without all that: they take turns at the devices of this node (`Sharing`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +18,7 @@ import msgspec
 
 from dynarl import wire
 from dynarl.agent.gate import Gate
+from dynarl.agent.sharing import Sharing
 from dynarl.agent.work import Work
 from dynarl.scheduler.policy import ROLES
 from dynarl.transport.hf import copy_small_files
@@ -32,6 +36,8 @@ class Roles:
         self._versions: dict[str, int] = {}  # role -> version of the weights in its workers
         self._plan: dict | None = None
         self._plan_ready = False
+        self.sharing = Sharing(self._switch, work.has_work)
+        self._shared: dict[str, dict] = {}  # role -> {version, digest} that it needs when it is given the devices
 
     def worker_died(self, role: str) -> None:
         self._versions.pop(role, None)
@@ -140,6 +146,49 @@ class Roles:
             if self._plan is None:  # else the next change has begun, and closed it again
                 self._gate.open()
 
+    # --- roles that take turns
+
+    async def on_share(self, peer: str, order: list[str], weights: dict[str, dict]) -> None:
+        """Roles take turns at the devices here from now on. order: from the first to work on a sample to the last;
+        weights: role -> {version, digest} that it works with. Asked again, the roles have these weights from their next
+        turn on."""
+        self._shared = weights
+        self.sharing.begin(order)
+
+    async def on_unshare(self, peer: str) -> str:
+        """Roles take no turns any more. Returns the one that is active."""
+        await self.sharing.end()
+        return self.active
+
+    async def on_take(self, peer: str, role: str) -> None:
+        """Give the devices to a role that has no work here."""
+        async with self.sharing.turn(role):
+            pass
+
+    async def _switch(self, role: str) -> None:
+        """Memory is released before it is acquired. If it fails, the role that was active has the devices again."""
+        if role == self.active:
+            return
+        source, weights, began = self.active, self._shared[role], time.monotonic()
+        if not self._agent.of_role(role):
+            raise wire.CallError(f"{self._agent.node} has no {role} worker")
+        phases: dict[str, float] = {}
+        try:
+            await self._each([source], "sleep")
+            phases["sleep_ms"] = 1e3 * (time.monotonic() - began)
+            await self._each([role], "wake")
+            digests = await self._load(role, weights["version"])
+            phases["load_ms"] = 1e3 * (time.monotonic() - began) - phases["sleep_ms"]
+            if any(digest != weights["digest"] for digest in digests):
+                self._versions.pop(role, None)
+                raise wire.CallError(f"{role} on {self._agent.node} has read other weights than {weights}: {digests}")
+        except BaseException:
+            await self._each([role], "sleep")
+            await self._each([source], "wake")
+            raise
+        self.active = role
+        await self._agent.controller.emit("", "switched", source=source, target=role, phases=phases)
+
     async def _each(self, roles: list[str], method: str) -> None:
         """Call a method of all workers of these roles."""
         names = [name for role in roles for name in self._agent.of_role(role)]
@@ -183,6 +232,7 @@ class Roles:
 
     async def on_halt(self, peer: str, role: str) -> None:
         """Drop all work, all samples and any half-done change of roles; `role` is the active one from here on."""
+        await self.sharing.end()
         await self._gate.close()
         await self._work.drop_all()
         self._plan, self.active = None, role

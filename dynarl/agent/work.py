@@ -65,6 +65,14 @@ class Work:
         self._leases = {
             n: lease for n, lease in self._leases.items() if not any(w.startswith(prefix) for w in lease["workers"])
         }
+        self._agent.roles.sharing.look()
+
+    def has_work(self, role: str) -> bool:
+        """Whether something that was handed to a role here is not done."""
+        if role == "rollout":
+            return bool(self.requests)
+        prefix = self._agent.supervisor.name_of(role, "")
+        return any(worker.startswith(prefix) for lease in self._leases.values() for worker in lease["workers"])
 
     def is_busy(self, worker: str) -> bool:
         return any(
@@ -155,7 +163,7 @@ class Work:
         """Give requests ({sample, holder}) to the rollout workers here. `holders`: node -> address, for partial
         answers.
         """
-        async with self._gate.passing("a request"):
+        async with self._agent.roles.sharing.turn("rollout"), self._gate.passing("a request"):
             try:
                 await self._submit(requests, split, temperature, seed, max_response_tokens, holders, order)
             except BaseException:  # they are offered to others now
@@ -241,6 +249,7 @@ class Work:
             parts.append(msgspec.structs.replace(self.requests.pop(sample)["answer"], finish="abort"))
         for part in parts:
             self.store.put(part)
+        self._agent.roles.sharing.look()
         return [
             {"sample": part.sample, "tokens": part.num_response_tokens, "masked_tokens": part.num_masked_tokens}
             for part in parts
@@ -256,6 +265,7 @@ class Work:
                 return await self.turns.use_tool(entry)
             finish = trajectory.finish = "length"
         del self.requests[sample]
+        self._agent.roles.sharing.look()
         verdict = await self.verifier.score(sample, entry["split"], wire.prompt_of(sample), response)
         trajectory.reward = verdict.reward
         self.store.put(trajectory)
@@ -292,7 +302,7 @@ class Work:
     async def _hand_out(
         self, role: str, method: str, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]
     ) -> None:
-        async with self._gate.passing("a lease"):
+        async with self._agent.roles.sharing.turn(role), self._gate.passing("a lease"):
             await self._hand_to_workers(role, method, lease, devices, samples, holders)
 
     async def _hand_to_workers(
@@ -311,7 +321,12 @@ class Work:
                 trajectory.old_logprobs = trajectory.rollout_logprobs
             payload.append(msgspec.to_builtins(trajectory, builtin_types=(bytes,)))
         self._leases[lease] = {"leader": names[0], "workers": set(names), "left": set(names), "found": found}
-        await asyncio.gather(*(self._agent.call_worker(name, method, lease=lease, samples=payload) for name in names))
+        try:
+            ask = self._agent.call_worker
+            await asyncio.gather(*(ask(name, method, lease=lease, samples=payload) for name in names))
+        except BaseException:  # it is offered again
+            self._leases.pop(lease, None)
+            raise
 
     async def on_demonstrate(self, peer: str, lease: int, devices: list[int], samples: list[dict]) -> None:
         """Accumulate the gradient of demonstrations ({prompt, response}) on these devices."""
@@ -337,6 +352,7 @@ class Work:
         if entry["left"]:
             return
         del self._leases[lease]
+        self._agent.roles.sharing.look()
         if event == "scored":
             for sample, trajectory in entry["found"].items():
                 trajectory.old_logprobs = data["logprobs"][sample]

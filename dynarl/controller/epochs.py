@@ -107,6 +107,19 @@ class Epochs:
                 return Outcome(self.epoch, False, broken)
             return await self._change(moves, weights, reason, on_quiesced, live)
 
+    def switched(self, node: str, role: str, phases: dict[str, float]) -> Outcome:
+        """A node whose roles take turns by themselves is in `role` now: on record as an epoch of its own, that nobody
+        voted on. phases: milliseconds."""
+        self.epoch += 1
+        moves = [{"node": node, "source": self.roles[node], "target": role}]
+        self.roles[node] = role
+        outcome = Outcome(self.epoch, True, phases=phases, pause_ms=sum(phases.values()))
+        self._journal.append("epoch_proposed", epoch=self.epoch, moves=moves, reason="its devices are free for this role")
+        self._journal.append(
+            "epoch_committed", epoch=self.epoch, roles=self.roles, moves=moves, phases=phases, pause_ms=outcome.pause_ms
+        )
+        return outcome
+
     def _broken(self, moves: dict[str, str], reason: str, live_requests: int) -> str:
         """The rules that these moves would break. On record once: the same moves may be asked for again and again."""
         proposed = [Move(node, self.roles[node], role) for node, role in sorted(moves.items())]

@@ -21,13 +21,14 @@ from dynarl.controller.replicas import Replica, inside_nodes
 from dynarl.controller.requests import Requests
 from dynarl.controller.router import Router
 from dynarl.controller.telemetry import Monitor
+from dynarl.controller.turns import Turns
 from dynarl.dataflow import channels
 from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.dataflow.minibatches import Minibatch, Minibatches
 from dynarl.hypergraph import workflow
 from dynarl.rl.advantages import group_advantages, is_flat
 from dynarl.rl.truncation import judge
-from dynarl.scheduler.policy import View, decide
+from dynarl.scheduler.policy import ROLES, View, decide, take_turns
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class Iteration:
             for role in ("inference", "training")
         }, self._spawn)
         self._needs_scoring = scored_by_inference
+        shared = self._policy.switching == "node" and train
+        self._turns = Turns(fleet, epochs, self.ledger, self.leases, list(ROLES)) if shared else None
         self._into = {
             role: channels.into(
                 workflow.declared(config.algorithm.workflow), role, config.dataflow.chunk, len(self.ledger.groups)
@@ -124,6 +127,9 @@ class Iteration:
 
     async def accumulate(self, index: int) -> list[Group]:
         """Until the gradients of a minibatch are in the trainers' buffers. Returns its groups."""
+        if self._turns is not None:
+            weights = {role: self.training_weights if role == "training" else self.weights for role in ROLES}
+            await self._turns.begin(weights)
         batch = self._minibatches[index]
         await self._until(lambda: self._is_accumulated(index), batch)
         return batch.groups
@@ -131,7 +137,7 @@ class Iteration:
     async def awake(self, index: int, owners: Iterable[str]) -> list[Group]:
         """Until those that a step on this minibatch needs are in the training role: `owners`, and whoever holds
         gradients. What dies with a worker meanwhile is accumulated again. Returns the groups."""
-        batch = self._minibatches[index]
+        batch, turns = self._minibatches[index], self._turns
 
         def asleep() -> dict[str, str]:
             if not self._is_accumulated(index):
@@ -139,7 +145,14 @@ class Iteration:
             needed = {*owners, *(group.node for group in batch.groups)}
             return {node: "training" for node in sorted(needed) if self._epochs.roles[node] != "training"}
 
-        await self._until(lambda: self._is_accumulated(index) and not asleep(), batch, asleep)
+        def reached() -> bool:
+            return self._is_accumulated(index) and not asleep() and (turns is None or turns.are_settled())
+
+        if turns is not None:
+            turns.hold_still()
+        await self._until(reached, batch, asleep if turns is None else lambda: turns.only_free(asleep()))
+        if turns is not None and index + 1 == self._config.algorithm.minibatches:
+            await turns.end()
         return batch.groups
 
     def _is_accumulated(self, index: int) -> bool:
@@ -168,6 +181,8 @@ class Iteration:
                     pass
         except BaseException:
             self._given_up = True
+            if self._turns is not None:
+                await asyncio.shield(self._turns.end())
             raise
         finally:
             for task in self._tasks if not reached() else ():
@@ -211,6 +226,9 @@ class Iteration:
 
     def _at_work(self, role: str) -> list[str]:
         """Nodes that take work of `role` now."""
+        if self._turns is not None:
+            away = self._leaving | {n for n, r in self._down if r == role}
+            return [n for n in self._turns.take_work(role) if n not in away]
         state = self._epochs.num_changes, frozenset(self._leaving), frozenset(self._down)
         if state != self._places_state:
             self._places_state, self._places = state, {}
@@ -348,6 +366,10 @@ class Iteration:
             return
         if not self._train or self._policy.name == "static":
             return
+        if self._turns is not None:
+            moves = take_turns(self.view(to_train), self._turns.free())
+            self._turns.given.update({n: r for n, r in moves.items() if (n, r) not in self._down})
+            return
         if self._policy.name == "adaptive":
             moves = self._monitor.consult(
                 self._policy, self.ledger, self._epochs.roles, self._may, self._down,
@@ -371,7 +393,8 @@ class Iteration:
 
     def view(self, to_train: Minibatch) -> View:
         count = self.ledger.num_in_state
-        roles = {n: r for n, r in self._epochs.roles.items() if (n, r) not in self._down}
+        given = self._epochs.roles if self._turns is None else self._turns.given
+        roles = {n: r for n, r in given.items() if (n, r) not in self._down}
         return View(
             roles=roles, may=self._may, waiting=self.ledger.num_waiting, generating=count("generating"),
             running={n: self.ledger.num_running_on(n) for n, r in roles.items() if r == "rollout"},
@@ -385,8 +408,19 @@ class Iteration:
             self.tally.node_seconds[role] = self.tally.node_seconds.get(role, 0.0) + now - self._counted_at
         self._counted_at, self._counted_roles = now, dict(self._epochs.roles)
 
+    def event_switched(self, node: str, *, source: str, target: str, phases: dict[str, float]) -> None:
+        """A node has given its devices to another role by itself."""
+        outcome = self._epochs.switched(node, target, phases)
+        self.tally.switches.append(outcome)
+        self._monitor.moved({node: source}, {node: target}, outcome)
+        self.count_node_seconds()
+        self._wake()
+
     async def _move(self, moves: dict[str, str]) -> None:
         try:
+            if self._turns is not None:
+                await self._take(moves)
+                return
             reason = f"{self.ledger.num_live} requests live, " + ", ".join(
                 f"{self.ledger.num_in_state(s)} groups {s}" for s in ("generated", "scored", "accumulated"))
             # After the first minibatch trainers are ahead of the weights that generated and score.
@@ -409,6 +443,13 @@ class Iteration:
             self._last_change = self._clock()
             self._change = None
             self._wake()
+
+    async def _take(self, moves: dict[str, str]) -> None:
+        try:
+            await self._turns.take(moves)
+        except wire.CallError as error:  # it is wanted again as long as it is needed
+            log.warning("a node did not switch: %s", error)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     def _num_to_generate(self) -> int:
         """Requests that need a rollout node. One that a node has finished while it left is not among them, though its

@@ -223,6 +223,10 @@ class Rounds:
         if self.stage is not None:
             self.stage.event_trained(node, lease=lease, **data)
 
+    def event_switched(self, node: str, **data: Any) -> None:
+        if isinstance(self.stage, Iteration):
+            self.stage.event_switched(node, **data)
+
     def event_worker_died(self, node: str, **death: Any) -> None:
         self.workers.died(node, **death)
 

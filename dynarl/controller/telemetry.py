@@ -18,7 +18,7 @@ from dynarl.controller.epochs import Outcome
 from dynarl.controller.overhead import Overhead
 from dynarl.controller.replicas import Replica
 from dynarl.controller.trace import Trace
-from dynarl.dataflow.ledger import Ledger
+from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.hypergraph.journal import Journal
 from dynarl.scheduler import adaptive, policy as rules
 from dynarl.scheduler.costs import Costs, WorkRate
@@ -171,20 +171,14 @@ class Monitor:
         roles: Mapping[str, str],
         may: Mapping[str, frozenset[str]],
         down: set[tuple[str, str]],
-        wanted: set[str],
+        wanted: Callable[[Group], bool],
         needs_scoring: bool,
         replicas: Mapping[str, list[Replica]],
         since_move_s: float,
     ) -> dict[str, str]:
         """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)}
-<<<<<<< HEAD
-        without workers; wanted: groups of the running minibatch. The answer is put on record."""
+        without workers; wanted: whether a component may take a group now. The answer is put on record."""
         roles = {node: role for node, role in roles.items() if (node, role) not in down} if down else dict(roles)
-=======
-        without workers; wanted: groups that a component may take now. The answer is put on record."""
-        roles = {node: role for node, role in roles.items() if (node, role) not in down}
-        states = Counter(group.state for group in ledger.groups.values())
->>>>>>> 48d524c (Channels of groups in chunks: downstream is offered whole chunks, what is left at the end as it is)
         # What cannot wait for the next look: a component ran out of work or got some, or nodes are others.
         state = not ledger.num_live, not ledger.num_in_state("generated"), not ledger.num_in_state("scored"), roles
         now = self.clock()
@@ -284,7 +278,7 @@ class Monitor:
         ledger: Ledger,
         roles: Mapping[str, str],
         may: Mapping[str, frozenset[str]],
-        wanted: set[str],
+        wanted: Callable[[Group], bool],
         needs_scoring: bool,
         units: Mapping[str, int],
     ) -> Situation:
@@ -294,18 +288,11 @@ class Monitor:
         lengths += [self._partial.get(sample, 0) for sample in ledger.waiting()]
 
         def queue(waiting: str, working: str) -> Queue:
-<<<<<<< HEAD
             here, in_work = ledger.in_state(waiting), ledger.in_state(working)
             tokens = sum(g.num_tokens for g in here) + 0.5 * sum(g.num_tokens for g in in_work)
-            # Groups of later minibatches are work, but none to begin now.
-            ready = len(here) if waiting == "generated" else sum(g.name in wanted for g in here)
-            return Queue(ready, len(in_work), tokens)
-=======
-            tokens = sum(g.num_tokens for g in groups[waiting]) + 0.5 * sum(g.num_tokens for g in groups[working])
             # Groups of later minibatches, or of a chunk that is not full, are work, but none to begin now.
-            ready = [group for group in groups[waiting] if group.name in wanted]
-            return Queue(len(ready), len(groups[working]), tokens)
->>>>>>> 48d524c (Channels of groups in chunks: downstream is offered whole chunks, what is left at the end as it is)
+            ready = sum(map(wanted, here))
+            return Queue(ready, len(in_work), tokens)
 
         generating = ledger.in_state("generating")
         queues = {"inference": queue("generated", "scoring")} if needs_scoring else {}

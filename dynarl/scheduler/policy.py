@@ -7,6 +7,8 @@ The rule, in four lines:
   before its last answer is there, and a node that left for nothing would only crowd the others.
 - The other nodes share inference and training in proportion to the work that is left for each; a node changes only when
   its present role has nothing to hand out and the other has.
+- Where the roles of a node take turns by themselves, a node that has nothing to do takes a role that has work waiting; no
+  more nodes take it than there are groups that wait.
 - Nobody returns to rollout before the next iteration: on-policy data for it does not exist before the weights do. Only when
   a fault leaves requests behind and no rollout node is there, one returns.
 
@@ -15,6 +17,7 @@ Static jobs use the same code with an empty set of choices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dynarl.config.schema import Policy
@@ -65,6 +68,24 @@ def start_roles(policy: Policy, home: dict[str, str]) -> dict[str, str]:
 def decide(policy: Policy, view: View) -> dict[str, str]:
     """The moves wanted now: {node: new role}. Empty: stay."""
     return _return_to_rollout(view) or _leave_rollout(policy, view) or _balance(view)
+
+
+def take_turns(view: View, free: Iterable[str]) -> dict[str, str]:
+    """Roles for `free` nodes, which have nothing to do, where each node switches by itself: {node: role}."""
+    if view.waiting:
+        return _return_to_rollout(view)
+    waiting = {"inference": view.to_score, "training": view.to_train}
+    roles, turns = dict(view.roles), {}
+    # Who has the right role already comes first: it need not switch.
+    for node in sorted(roles.keys() & free, key=lambda node: (not waiting.get(roles[node]), node)):
+        able = frozenset(role for role, groups in waiting.items() if groups and role in view.may[node])
+        role = roles[node] if roles[node] in able else _neediest(roles, view, able)
+        if role is None:
+            continue
+        waiting[role] -= 1
+        if role != roles[node]:
+            turns[node] = roles[node] = role
+    return turns
 
 
 def _return_to_rollout(view: View) -> dict[str, str]:

@@ -100,9 +100,9 @@ class Desk:
         self.context.destroy(linger=0)
 
 
-def at_desk(directory: Path, scenario, home: str = "rollout") -> None:
+def at_desk(directory: Path, scenario, home: str = "rollout", kind: type | None = None) -> None:
     async def go():
-        desk = Desk(directory, home)
+        desk = (kind or Desk)(directory, home)
         try:
             async with asyncio.timeout(30):
                 await desk.here.wait()

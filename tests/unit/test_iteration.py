@@ -121,6 +121,8 @@ POLICIES = {
     "colocated": (homes(1, 1, 1), Policy(name="colocated", dwell_s=0.0)),
     "adaptive": (homes(2, 1, 1), Policy(name="adaptive", dwell_s=0.0)),
     "adaptive, lend owners": (homes(4, 1, 1), Policy(name="adaptive", dwell_s=0.0, lend_owners=True)),
+    "by node": (homes(2, 1, 1), Policy(name="colocated", switching="node", dwell_s=0.0)),
+    "one node by itself": ({"n1": "training"}, Policy(name="colocated", switching="node", dwell_s=0.0)),
     "one node": ({"n1": "training"}, Policy(name="colocated", dwell_s=0.0)),
     "static": (homes(1, 1, 1), Policy(name="static")),
 }
@@ -149,6 +151,21 @@ def test_components_whose_channels_hold_everything_back_work_in_turn(policy, tmp
     begun = run(homes(2, 1, 1), policy, 1, tmp_path, chunk={"trajectories": "all", "scored": "all"}).begun
     assert not begun["inference"]["generating"] and not begun["training"]["generated"] + begun["training"]["scoring"]
     assert run(homes(2, 1, 1), Policy(name="static"), 1, tmp_path).begun["training"]["generating"], "chunks of one are not held back"
+
+
+def test_nodes_that_switch_by_themselves_do_not_wait_for_the_others(tmp_path):
+    policy = Policy(name="colocated", switching="node", dwell_s=0.0, rebalance=False)
+    cluster = run(homes(2, 1, 1), policy, 1, tmp_path, slow=("n1",))
+    assert cluster.begun["inference"]["generating"], "others score while a slow node generates"
+    assert cluster.switched and not cluster.faults.total()
+    together = run(homes(2, 1, 1), msgspec.structs.replace(policy, switching="job"), 1, tmp_path, slow=("n1",))
+    assert not together.begun["inference"]["generating"] and not together.switched
+
+
+def test_nodes_that_switch_by_themselves_do_it_once_per_role_where_everything_is_held_back(tmp_path):
+    policy = Policy(name="colocated", switching="node", dwell_s=0.0)
+    cluster = run(homes(2, 1, 1), policy, 1, tmp_path, chunk={"trajectories": "all", "scored": "all"}, groups=16)
+    assert set(cluster.switched.values()) == {1}
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def steps(learning: Monitor, clock: Clock, node: str, running: int, step_s: floa
 
 
 def consult(learning: Monitor, ledger: Ledger) -> dict[str, str]:
-    return learning.consult(POLICY, ledger, ROLES, MAY, set(), set(ledger.groups), False, REPLICAS, 1e9)
+    return learning.consult(POLICY, ledger, ROLES, MAY, set(), lambda group: True, False, REPLICAS, 1e9)
 
 
 def busy_ledger() -> Ledger:
@@ -90,7 +90,7 @@ def test_tokens_that_tools_wrote_count_as_work_of_the_stages_and_not_as_decode_s
     ledger.returned("1:0:1", "n1", holder="n1")
     learning.given_up("1:0:1", 50, masked_tokens=20)
     assert learning.lengths.events.nonzero()[0].tolist() == [40]
-    seen = learning.situation(ledger, ROLES, MAY, set(), False, {})
+    seen = learning.situation(ledger, ROLES, MAY, lambda group: False, False, {})
     assert seen.lengths[-1] == 30 and seen.written_per_sampled == 2.5 and seen.finished_tokens == 100
 
 

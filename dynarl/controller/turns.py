@@ -1,0 +1,76 @@
+"""Nodes whose roles take turns by themselves, during one iteration: which role each is given work of.
+
+The controller hands a node work of a role, and the node switches when its devices are free. The map of roles follows
+when the node tells (`Epochs.switched`). While the optimizer steps, and until the new weights are there, nobody switches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from dynarl.controller.epochs import Epochs, Weights
+from dynarl.controller.fleet import Fleet
+from dynarl.controller.leases import Leases
+from dynarl.dataflow.ledger import Ledger
+from dynarl.wire import CallError
+
+
+class Turns:
+    """given: role that each node is given work of; order: of the roles, from the first to work on a sample."""
+
+    def __init__(self, fleet: Fleet, epochs: Epochs, ledger: Ledger, leases: Leases, order: list[str]):
+        self._fleet, self._epochs, self._ledger, self._leases, self._order = fleet, epochs, ledger, leases, order
+        self.given = dict(epochs.roles)
+        self._still = False
+
+    async def begin(self, weights: Mapping[str, Weights]) -> None:
+        """Nodes may switch, each to a role on its `weights`."""
+        needed = {role: {"version": each.version, "digest": each.digest} for role, each in weights.items()}
+        await self._fleet.call_each(self.given, "share", order=self._order, weights=needed)
+        self._still = False
+
+    async def end(self) -> None:
+        """No node switches by itself any more, also where its agent is not there to be told."""
+        calls = (self._fleet.call(node, "unshare") for node in self.given)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, CallError):
+                raise answer
+
+    def hold_still(self) -> None:
+        """Until `begin`: a node that is in another role than it is given work of gets no more of it."""
+        self._still = True
+
+    def take_work(self, role: str) -> list[str]:
+        """Nodes that are given work of a role. Requests that a fault left behind do not wait for the step."""
+        still = self._still and role != "rollout"
+        return [n for n, given in self.given.items() if given == role and not (still and self._epochs.roles[n] != role)]
+
+    def free(self) -> list[str]:
+        """Nodes that have nothing to do."""
+        busy = {*self._ledger.running.values()}.union(*(replica.nodes for _, replica in self._leases.at.values()))
+        return [node for node in self.given if node not in busy]
+
+    def only_free(self, moves: Mapping[str, str]) -> dict[str, str]:
+        """Those of `moves` whose nodes can make them now: no request waits for a node, and this one has none."""
+        if self._ledger.num_waiting:
+            return {}
+        free = self.free()
+        return {node: role for node, role in moves.items() if node in free}
+
+    def are_settled(self) -> bool:
+        """Whether every node that has work is in the role of it: then no switch is under way."""
+        roles = self._epochs.roles
+        return all(roles[node] == "rollout" for node in self._ledger.running.values()) and all(
+            roles[node] == role for role, replica in self._leases.at.values() for node in replica.nodes
+        )
+
+    async def take(self, moves: Mapping[str, str]) -> None:
+        """Switch these free nodes now, whether there is work or not. Raises CallError where one could not."""
+        self.given.update(moves)
+        answers = await asyncio.gather(
+            *(self._fleet.call(node, "take", role=role) for node, role in moves.items()), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
