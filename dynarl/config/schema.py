@@ -188,6 +188,26 @@ class Dataflow(Section):
     ] = {}
 
 
+class Plan(Section):
+    """What an iteration is expected to take, and what becomes of the split when it takes something else."""
+
+    stage_s: Annotated[
+        dict[Literal["rollout", "inference", "training"], NonNegative],
+        doc("expected seconds that a component works in an iteration, on its nodes of `split`"),
+    ] = {}
+    replan: Annotated[
+        bool,
+        doc(
+            "make another split, live and between two iterations, when stages take something else than that for long. "
+            "Without stage_s the first `window` iterations are the profile that a plan is made from"
+        ),
+    ] = False
+    tolerance: Annotated[
+        float, Meta(gt=0.0), doc("a stage is off its plan when it takes this share more, or less, than expected")
+    ] = 0.15
+    window: Annotated[Positive, doc("iterations in a row that a stage has to be off")] = 3
+
+
 class WarmStart(Section):
     """Supervised stage before GRPO, on demonstrations that the task writes. steps 0: none."""
 
@@ -308,6 +328,7 @@ class Config(Section):
     task: Task = msgspec.field(default_factory=Task)
     algorithm: Algorithm = msgspec.field(default_factory=Algorithm)
     dataflow: Dataflow = msgspec.field(default_factory=Dataflow)
+    plan: Plan = msgspec.field(default_factory=Plan)
     warm_start: WarmStart = msgspec.field(default_factory=WarmStart)
     rollout: Rollout = msgspec.field(default_factory=Rollout)
     inference: Inference = msgspec.field(default_factory=Inference)

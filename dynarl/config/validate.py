@@ -68,7 +68,7 @@ class Shape:
 
 def check(config: Config) -> None:
     """Raise ConfigError with every fault found, one per line."""
-    rules = (_nodes, _time, _workflow, _dataflow, _policy, _switching, _failure, _model, _batches, _options)
+    rules = (_nodes, _time, _workflow, _dataflow, _policy, _switching, _plan, _failure, _model, _batches, _options)
     faults = [fault for rule in rules for fault in rule(config)]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -167,6 +167,18 @@ def _switching(config: Config) -> Iterator[str]:
                 f"ep {each.ep} = {size} devices, but a node has cluster.devices_per_node = {devices}; "
                 "set policy.switching to job"
             )
+
+
+def _plan(config: Config) -> Iterator[str]:
+    if not config.plan.replan:
+        return
+    if config.policy.name == "colocated":
+        yield "plan.replan with policy.name = colocated: all nodes take all roles, so there is no split to change"
+    if config.training.layouts:
+        yield (
+            "plan.replan with training.layouts: both would say how many nodes train; leave out one of them "
+            f"(training.layouts is {config.training.layouts})"
+        )
 
 
 def _policy(config: Config) -> Iterator[str]:

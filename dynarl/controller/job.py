@@ -19,8 +19,10 @@ from dynarl.controller import initial_model
 from dynarl.controller.checkpoints import Checkpoints
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import AgentInfo, Fleet
-from dynarl.controller.nodes import all_homes
+from dynarl.controller.iteration import Iteration
+from dynarl.controller.nodes import all_homes, with_inference
 from dynarl.controller.recut import Recut
+from dynarl.controller.replan import Replanner
 from dynarl.controller.rounds import Progress, Rounds
 from dynarl.controller.staging import Staging
 from dynarl.controller.telemetry import Monitor
@@ -48,7 +50,7 @@ class Job(Rounds):
         self._first_home = home
         self._resume_from, self._first_epoch = resume_from, first_epoch
         self.workers = Workers(self)
-        self.staging, self.checkpoints, self._recut = Staging(self), Checkpoints(self), Recut(self)
+        self.staging, self.checkpoints, self.recut = Staging(self), Checkpoints(self), Recut(self)
         self.step_started = self.last_event
 
     # --- start
@@ -74,14 +76,21 @@ class Job(Rounds):
         self.progress = Progress()
         if checkpoint:
             self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
+        self.replanner = Replanner(self)
+        home = self._first_home
+        if "inference" in self.progress.plan:
+            try:
+                home = with_inference(home, self.progress.plan["inference"])
+            except ConfigError as error:
+                log.warning("inference has as many nodes as at first: %s", error)  # nodes were lost
         # A layout that was refused is not forced upon the trainer here either.
         was = self.progress.layout
         start = degrees.parse(was) if was else degrees.first(self.config.training)
         try:
-            self.trainer = Trainer(self.config, self.fleet, self._first_home, start)
+            self.trainer = Trainer(self.config, self.fleet, home, start)
         except ConfigError as error:
             log.warning("the trainer starts in the first layout: %s", error)  # nodes were lost
-            self.trainer = Trainer(self.config, self.fleet, self._first_home, degrees.first(self.config.training))
+            self.trainer = Trainer(self.config, self.fleet, home, degrees.first(self.config.training))
         self.home = self.trainer.home
 
     async def _load_state(self, checkpoint: Path | None) -> None:
@@ -138,7 +147,8 @@ class Job(Rounds):
         if config.task.eval_size and not progress.evaluated_start:
             await self.evaluate("start")
         while progress.iteration < config.run.iterations:
-            await self._recut.before(progress.iteration + 1)
+            await self.replanner.before(progress.iteration + 1)
+            await self.recut.before(progress.iteration + 1)
             await self.iterate(progress.iteration + 1)
             if config.checkpoint.every and progress.iteration % config.checkpoint.every == 0:
                 await self.checkpoints.begin()
@@ -146,6 +156,9 @@ class Job(Rounds):
             await self.evaluate("end")
         await self.checkpoints.begin()
         await self.checkpoints.written()
+
+    def noted(self, run: Iteration, steps: list[dict[str, Any]]) -> dict[str, float]:
+        return self.replanner.note(run, steps)
 
     async def warm_start(self) -> None:
         """Supervised steps on the task's own demonstrations."""
@@ -220,4 +233,4 @@ class Job(Rounds):
 
     def _give_up_background(self) -> None:
         self.checkpoints.give_up()
-        self._recut.give_up()
+        self.recut.give_up()

@@ -87,9 +87,26 @@ def with_trainers(config: Config, home: dict[str, str], num_training: int) -> di
     return {node: "training" if node in training else role for node, role in others.items()}
 
 
+def with_inference(home: dict[str, str], num_inference: int) -> dict[str, str]:
+    """Home roles with `num_inference` nodes in inference. The last rollout nodes join, the last inference nodes leave to
+    generate. Raises ConfigError where too few are left.
+
+    >>> with_inference({"n1": "training", "n2": "inference", "n3": "rollout", "n4": "rollout"}, 2)
+    {'n1': 'training', 'n2': 'inference', 'n3': 'rollout', 'n4': 'inference'}
+    """
+    present = [node for node, role in home.items() if role == "inference"]
+    able = present + [node for node, role in reversed(home.items()) if role == "rollout"]
+    if num_inference > len(able):
+        raise ConfigError(f"{num_inference} nodes for inference, but only {len(able)} score or generate")
+    inference = able[:num_inference]
+    others = {node: "rollout" if role == "inference" else role for node, role in home.items()}
+    return {node: "inference" if node in inference else role for node, role in others.items()}
+
+
 def all_homes(config: Config, home: dict[str, str]) -> list[dict[str, str]]:
-    """The home roles that the layouts of a run lead to, as far as there are nodes for them."""
-    found = []
+    """The home roles that the layouts of a run lead to, as far as there are nodes for them; with `plan.replan` any node
+    may get any role that there is in the split."""
+    found = [dict.fromkeys(home, role) for role in sorted(set(home.values()))] if config.plan.replan else []
     for each in degrees.every(config.training):
         try:
             found.append(with_trainers(config, home, each.nodes))

@@ -29,7 +29,7 @@ ATTEMPTS = 3
 
 
 class Recut:
-    """Layout changes of one job, as training.layouts says."""
+    """Layout changes of one job, as training.layouts says, or a plan that was made while it runs."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -54,9 +54,14 @@ class Recut:
                 request = job.transition(following, list(ALL_KINDS))
                 self._planning = asyncio.ensure_future(job.transitions.plan(request))
 
+    def _wanted(self, number: int) -> Degrees:
+        """Of an iteration: what was planned while the job runs, else what training.layouts says."""
+        planned = self._job.progress.plan.get("layout")
+        return degrees.parse(planned) if planned else degrees.at(self._job.config.training, number)
+
     async def _other_layout(self, number: int) -> TrainLayout | None:
         """That of an iteration, if the trainer is in another one and it has not been refused too often."""
-        wanted = degrees.at(self._job.config.training, number)
+        wanted = self._wanted(number)
         if self._refused[wanted] >= ATTEMPTS:
             return None
         try:
@@ -69,7 +74,7 @@ class Recut:
 
     async def _change(self, number: int, layout: TrainLayout) -> None:
         job, began = self._job, self._job.clock()
-        text = str(degrees.at(job.config.training, number))
+        text = str(self._wanted(number))
         phases: dict[str, float] = {}
         job.journal.append("layout_proposed", iteration=number, layout=text)
         try:
@@ -132,7 +137,7 @@ class Recut:
 
     async def _stay(self, number: int, error: Exception) -> None:
         """The old layout goes on."""
-        job, wanted = self._job, degrees.at(self._job.config.training, number)
+        job, wanted = self._job, self._wanted(number)
         await job.trainer.discard()
         self._prepared = None
         self._refused[wanted] += 1

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynarl import wire
@@ -51,6 +51,7 @@ class Progress:
     warm_start_done: bool = False
     evaluated_start: bool = False
     layout: str = ""  # that the trainer is in, as `tp=2,pp=1`, once it has changed
+    plan: dict[str, Any] = field(default_factory=dict)  # made while the job ran: {layout, inference (nodes), stage_s}
 
 
 class Rounds:
@@ -116,8 +117,13 @@ class Rounds:
             iteration=number, policy=self.config.policy.name, roles=roles, enter_s=entered - began,
             step_s=[step["seconds"] for step in stepped], sync_s=self.clock() - ended, seconds=self.clock() - began,
             switches=[outcome.phases for outcome in run.tally.switches if outcome.committed]))
-        self.writer.log(number, metrics.of_iteration(
-            self.config, run, self.monitor.overhead, stepped, len(self.home), began, ended))
+        figures = metrics.of_iteration(
+            self.config, run, self.monitor.overhead, stepped, len(self.home), began, ended)
+        self.writer.log(number, figures | self.noted(run, stepped))
+
+    def noted(self, run: Iteration, steps: list[dict[str, Any]]) -> dict[str, float]:
+        """An iteration is over. Returns metrics beyond those that every job has."""
+        return {}
 
     def settle(self) -> None:
         """Home roles, and the roles that nodes are given, follow the trainer's layout: without training where none of

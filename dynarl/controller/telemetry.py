@@ -77,6 +77,7 @@ class Monitor:
         self._partial.clear()
         self._leases.clear()
         self.trace = Trace()
+        self.worked: Counter[str] = Counter()  # role -> seconds of nodes with its leases
         self._open: list[tuple[int, float, Decision, list[float]]] = []
         self._last_stay, self._stay_at = "", -math.inf
         self.look_at, self._state = -math.inf, None
@@ -149,6 +150,7 @@ class Monitor:
         seconds = now - max(since, self._free_at.get(replica, 0.0))
         self._free_at[replica] = now
         node_seconds = seconds * len(replica.nodes) / replicas_beside
+        self.worked[role] += node_seconds
         self.costs.stages[role].observe(tokens, node_seconds)
         self.trace.leases.append([role, tokens, round(node_seconds, 5)])
 

@@ -36,10 +36,10 @@ STEP_TIMEOUT_S = 600.0
 
 class Trainer:
     """All training workers; owners come first in the reduction world. `home`: home roles as they follow from `layout`,
-    that of the owners."""
+    that of the owners, and from `base_home`, those of the split."""
 
     def __init__(self, config: Config, fleet: Fleet, home: dict[str, str], degrees: Degrees):
-        self._config, self._fleet, self._first_home = config, fleet, home
+        self._config, self._fleet, self.base_home = config, fleet, home
         self.nodes = list(home)
         self.places = Places(len(self.nodes), config.cluster.devices_per_node)
         # Always an owner.
@@ -53,15 +53,22 @@ class Trainer:
 
     def layout_of(self, degrees: Degrees) -> TrainLayout:
         """The owners in a layout of these degrees. Raises ConfigError where there are too few nodes for it."""
-        home = with_trainers(self._config, self._first_home, degrees.nodes)
+        home = with_trainers(self._config, self.base_home, degrees.nodes)
         ranks = [self.rank(place) for place in self._on_nodes([n for n in home if home[n] == "training"])]
         return layout_on(ranks, degrees.tp, degrees.pp, degrees.ep, vocab_multiple(self._config))
+
+    def rebase(self, home: dict[str, str]) -> None:
+        """Other home roles, that the next layout is made from; `rehome` does so where the layout stays."""
+        self.base_home = home
+
+    def rehome(self) -> None:
+        self._set_layout(self.layout)
 
     def _set_layout(self, layout: TrainLayout) -> None:
         self.layout = layout
         self.owners = self.places_of(layout)
         self.owner_nodes = list(dict.fromkeys(node for node, _ in self.owners))
-        self.home = with_trainers(self._config, self._first_home, len(self.owner_nodes))
+        self.home = with_trainers(self._config, self.base_home, len(self.owner_nodes))
         may = capabilities(self._config.policy, self.home)
         self.borrowed_nodes = [n for n in self.nodes if n not in self.owner_nodes and "training" in may[n]]
         owners = of_layout(layout, self.place)

@@ -298,6 +298,10 @@ def _layout_committed(graph: Graph, r: Record) -> None:
     )
 
 
+def _replanned(graph: Graph, r: Record) -> None:
+    graph.homes.update(r.get("home") or {})
+
+
 def _layout_proposed(graph: Graph, r: Record) -> None:
     graph.next_layout = r["layout"]
 
@@ -329,6 +333,7 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "layout_proposed": _layout_proposed,
     "layout_committed": _layout_committed,
     "layout_cancelled": _layout_cancelled,
+    "replanned": _replanned,
     # For the story of the run only: `dynarl explain` tells it.
     **dict.fromkeys(
         ("decision_outcome", "epoch_refused", "worker_rebooted", "checkpoint_failed"),

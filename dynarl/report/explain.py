@@ -24,7 +24,7 @@ STAY = "stay"
 class Entry:
     """One line of the story.
 
-    kind: decision, roles, layout or recovery; label: `7` for decision 7, `e103` for epoch 103, empty for what has no
+    kind: decision, roles, layout, plan or recovery; label: `7` for decision 7, `e103` for epoch 103, empty for what has no
     number; t: unix seconds; at_s: since the run started; record: what it is made from; epochs: that carried it out, each
     with its `state` and what it took; came: what came of it where no epoch says so.
     """
@@ -82,6 +82,33 @@ def moves_text(moves: dict[str, str]) -> str:
     for each in nodes.values():
         each.sort(key=lambda node: (len(node), node))
     return ", ".join(f"{hostlist.fold(each)} to {role}" for role, each in nodes.items()) or STAY
+
+
+def split_text(replanned: Record) -> str:
+    """What a plan made while the job ran changes about the split.
+
+    >>> split_text({"nodes": {"rollout": 1, "training": 3}, "proposed": {"rollout": 3, "training": 1}, "state": "committed"})
+    'rollout on 3 nodes (was 1), training on 1 (was 3)'
+    >>> split_text({"nodes": {"rollout": 1}, "state": "kept"})
+    'the split stays'
+    """
+    if replanned["state"] != "committed":
+        return "the split stays"
+    before, after = replanned["nodes"], replanned["proposed"]
+    parts = [f"{role} on {after[role]} (was {before[role]})" for role in after if after[role] != before[role]]
+    return ", ".join(parts).replace(" (", " nodes (", 1)
+
+
+def off_text(replanned: Record) -> str:
+    """
+    >>> off_text({"off": {"training": -0.98}, "window": 3})
+    'over 3 iterations: training took 98 % less than planned'
+    >>> off_text({"off": {}, "window": 3})
+    'what 3 iterations took'
+    """
+    parts = [f"{stage} took {abs(100 * share):.0f} % {'more' if share > 0 else 'less'}" for stage, share in replanned["off"].items()]
+    window = f"{replanned['window']} iterations"
+    return f"over {window}: {', '.join(parts)} than planned" if parts else f"what {window} took"
 
 
 def compared(outcome: Record, name: str) -> str:
@@ -205,6 +232,14 @@ class _Story:
 
     def on_layout_cancelled(self, r: Record) -> None:
         self._add("layout", r, f"trainer to {r['layout']}").came = f"cancelled: {r.get('reason')}"
+
+    def on_replanned(self, r: Record) -> None:
+        entry = self._add("plan", r, f"planned again: {split_text(r)}", off_text(r))
+        saves = f"an iteration is to take {r['then_s']:.2f} s, not {r['now_s']:.2f} s" if "then_s" in r else ""
+        if r["state"] == "committed":
+            entry.came = f"done within {r.get('cost_s') or 0:.1f} s; {saves}"
+        else:
+            entry.came = f"{r['state']}: {r.get('reason')}"
 
     # What broke
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from dynarl.hypergraph.journal import Record
+from dynarl.report.explain import split_text
 from dynarl.report.palette import ROLE_COLOURS
 from dynarl.report.run import RunView, State
 from dynarl.report.units import duration
@@ -86,6 +87,7 @@ _TEXTS: dict[str, Callable[[Record], str | None]] = {
     "worker_died": lambda r: f"died: {r['role']} worker {r['device']} on {r['node']}: {r.get('status')}",
     "layout_committed": lambda r: f"trainer in layout {r['layout']}: paused {r.get('pause_ms') or 0:.0f} ms",
     "layout_cancelled": lambda r: f"trainer stays as it is, not {r['layout']}: {r.get('reason')}",
+    "replanned": lambda r: f"planned again: {split_text(r)}" + (f": {r['reason']}" if r.get("reason") else ""),
     "checkpoint_saved": lambda r: f"checkpoint after iteration {r['iteration']}",
     "checkpoint_failed": lambda r: f"a checkpoint could not be written: {r.get('reason')}",
     "resumed": lambda r: f"goes on after iteration {r['iteration']}",

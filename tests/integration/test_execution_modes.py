@@ -10,6 +10,7 @@ from job_harness import JobRun, kill
 
 from dynarl.hypergraph.check import check
 from dynarl.hypergraph.fold import fold
+from dynarl.report.explain import entries
 
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
@@ -73,3 +74,24 @@ def test_a_worker_that_dies_while_roles_take_turns_costs_no_sample(minislurm, ru
     tally = fold(job.records()).samples.tally()
     assert (tally.lost, tally.doubled) == (0, 0)
     job.cluster.run(["scancel", job.job_id])
+
+
+def test_a_split_that_is_wrong_is_planned_again_while_the_job_runs(minislurm, runs):
+    """One node generates, two at a time, and three train what that takes moments to train."""
+    job = JobRun.submit(
+        minislurm(nodes=4), runs, *SAME, "cluster.nodes=4", "split.rollout=1", "split.inference=0", "split.training=3", "policy.name=static",
+        "run.iterations=100", "rollout.max_running=2", "algorithm.prompts_per_step=8", "algorithm.group_size=2",
+        "plan.replan=true", "plan.window=2", "plan.stage_s={rollout: 0.1, training: 60}")
+    finished(job)
+    planned = [r for r in job.records("replanned") if r["state"] == "committed"][0]
+    assert planned["iteration"] == 3 and planned["off"]["training"] < -0.9 and planned["off"]["rollout"] > 1
+    assert planned["proposed"]["rollout"] > 1 and planned["proposed"]["training"] < 3 and planned["then_s"] < planned["now_s"]
+    assert [r["layout"] for r in job.records("layout_committed")][:1] == [f"tp=1,pp=1,nodes={planned['proposed']['training']}"]
+    assert list(planned["home"].values()).count("rollout") == planned["proposed"]["rollout"]
+    # The nodes that were given to rollout generate from that iteration on.
+    began = next(r["seq"] for r in job.records("iteration_started") if r["iteration"] == 3)
+    roles = [r["roles"] for r in job.records("epoch_committed") if r["seq"] < began][-1]
+    assert list(roles.values()).count("rollout") == planned["proposed"]["rollout"]
+    assert not job.records("resumed") and [r["iteration"] for r in job.records("checkpoint_saved")] == [0, 100]
+    entry = [e for e in entries(job.records()) if e.kind == "plan" and e.record["state"] == "committed"][0]
+    assert "training took" in entry.reason and "rollout on" in entry.what and entry.result().startswith("done")

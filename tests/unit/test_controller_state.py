@@ -119,7 +119,7 @@ def test_a_layout_for_which_there_are_too_few_nodes_is_refused_once_and_the_job_
     started = job(tmp_path, config)
     started._rewind(None)
     for number in (1, 2, 3):
-        asyncio.run(started._recut.before(number))
+        asyncio.run(started.recut.before(number))
     cancelled = started.journal.of("layout_cancelled")
     assert [(r["iteration"], r["layout"]) for r in cancelled] == [(2, "tp=1,pp=1,nodes=2")]
     assert "nodes=2 for the trainer, but of 2 that train or generate 1 can" in cancelled[0]["reason"]
@@ -131,7 +131,7 @@ def test_a_layout_that_fails_is_tried_again_and_then_left(tmp_path):
     started._rewind(None)
     started.epochs = SimpleNamespace(roles=dict.fromkeys(NODES, "training"))
     for number in range(2, 9):
-        asyncio.run(started._recut.before(number))
+        asyncio.run(started.recut.before(number))
     assert len(started.journal.of("layout_cancelled")) == ATTEMPTS
     assert set(fleet.nodes("training.discard")) == {"n1", "n3"}, "also those that would have joined"
 
