@@ -22,6 +22,7 @@ COMMANDS = {
     "import": ("dynarl.cli.import_cmd:command", "A Hugging Face directory as a checkpoint."),
     "config": ("dynarl.cli.config_cmd:command", "Show and check configurations."),
     "doctor": ("dynarl.cli.doctor:command", "Check that this machine and its Slurm can run dynarl."),
+    "plan": ("dynarl.cli.plan:command", "Which stage gets which devices, in turn or side by side, and why."),
     "vps": ("dynarl.cli.vps:command", "What it takes to move a model to another parallel layout."),
     "simulate": ("dynarl.cli.simulate:command", "What a policy would make of a workload, on a simulated cluster."),
     "sim": ("dynarl.cli.sim_cmd:command", "Fit the simulator to recorded runs, and hold it against them."),

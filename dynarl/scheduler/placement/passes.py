@@ -20,16 +20,16 @@ import numpy as np
 from dynarl.scheduler.placement.stage import Layout, evenly, staircase
 
 # Share of a device's memory that a plan may fill: allocators leave holes.
-USABLE = 0.9
+USABLE = 0.95
 # Replicas beyond which none is looked for.
-MOST = 1 << 20
+MOST = 1 << 14
 
 
 @dataclass(frozen=True)
 class Replica:
     """One way to cut a model over tp x pp devices.
 
-    token_s: of one token through all of the model, with backward if there is one; hop_s: of a micro-batch between two
+    token_s: of one token in a stage, with backward if there is one; hop_s: of a micro-batch between two
     stages; update_s(dp), memory(dp): seconds of one update and bytes of a device by part, with so many replicas.
     """
 
@@ -69,6 +69,7 @@ class Passes:
     residue_bytes: float = 0.0
     updates: int = 0
     least: dict[tuple[Replica, bool], int] = field(default_factory=dict, compare=False)
+    update: dict[tuple[Replica, int], float] = field(default_factory=dict, compare=False)
 
     def sizes(self, num_devices: int) -> np.ndarray:
         """Where the number of sequences on the busiest replica falls, as far as those are few."""
@@ -92,7 +93,7 @@ class Passes:
             found[row] = np.where(fits, work, np.inf)
             if updates:
                 distinct, back = np.unique(dp, return_inverse=True)
-                found[row] += updates * np.array([each.update_s(max(1, int(d))) for d in distinct])[back]
+                found[row] += updates * np.array([self._update_s(each, int(d)) for d in distinct])[back]
         return found
 
     def _fits(self, replica: Replica, dp: np.ndarray, shared: bool) -> np.ndarray:
@@ -103,10 +104,16 @@ class Passes:
         key = replica, shared
         if key not in self.least:
             limit = self._limit(shared)
-            self.least[key] = bisect.bisect_left(
-                range(1, MOST + 1), True, key=lambda dp: sum(replica.memory(dp).values()) <= limit
-            ) + 1
+            tried = range(replica.ep, MOST + 1, replica.ep)
+            found = bisect.bisect_left(tried, True, key=lambda dp: sum(replica.memory(dp).values()) <= limit)
+            self.least[key] = tried[found] if found < len(tried) else MOST + 1
         return self.least[key]
+
+    def _update_s(self, replica: Replica, dp: int) -> float:
+        key = replica, dp
+        if key not in self.update:
+            self.update[key] = replica.update_s(dp) if dp and dp % replica.ep == 0 else np.inf
+        return self.update[key]
 
     def _limit(self, shared: bool) -> float:
         return USABLE * self.memory_bytes - (self.residue_bytes if shared else 0.0)
@@ -134,7 +141,7 @@ class Passes:
         tried = [each for each in self.replicas if each.devices <= devices]
         if not tried:
             return f"a replica needs {min(each.devices for each in self.replicas)} devices, there are {devices}"
-        need = {each: each.memory(max(1, devices // each.devices)) for each in tried}
+        need = {each: each.memory(each.ep * max(1, devices // each.devices // each.ep)) for each in tried}
         nearest = min(tried, key=lambda each: sum(need[each].values()))
         parts = " + ".join(f"{name} {part / 1e9:.1f}" for name, part in need[nearest].items())
         return (

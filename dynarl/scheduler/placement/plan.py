@@ -133,7 +133,7 @@ class Execution:
             return self._alone(node, start, items, points)
         if isinstance(node, InTurn):
             before = self._load(node.first, start)
-            end = self._run(node.first, start + before, items, 1)[-1]
+            end = float(self._run(node.first, start + before, items, 1)[-1])
             return self._run(node.second, end + self._load(node.second, end), items, points)
         if not node.joined:
             parts = [self._run(part, start, items, points) for part in (node.first, node.second)]
@@ -141,10 +141,10 @@ class Execution:
         ready = self._run(node.first, start, items, node.chunks)
         finest = max(1, points // node.chunks)
         done, free = [], start
-        for at in ready:
+        for at in ready.tolist():
             part = self._run(node.second, max(free, at), items / node.chunks, finest)
             done.append(part)
-            free = part[-1]
+            free = float(part[-1])
         return np.concatenate(done).reshape(points, -1)[:, -1]
 
     def _alone(self, node: Alone, start: float, items: float, points: int) -> np.ndarray:

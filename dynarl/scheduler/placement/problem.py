@@ -22,13 +22,14 @@ from dynarl.errors import ConfigError
 from dynarl.hypergraph import workflow
 from dynarl.hypergraph.workflow import Workflow
 from dynarl.perf.device import Device, load_device
+from dynarl.perf.memory import OPTIMIZER_BYTES
 from dynarl.perf.model import ModelCost
 from dynarl.scheduler.placement.cycle import Cycle, Turn
 from dynarl.scheduler.placement.flow import Flow
 from dynarl.scheduler.placement.generation import DEGREES, Generation
 from dynarl.scheduler.placement.lengths import Lengths
 from dynarl.scheduler.placement.passes import Passes
-from dynarl.scheduler.placement.replicas import OPTIMIZER, WEIGHT, replicas
+from dynarl.scheduler.placement.replicas import replicas
 from dynarl.scheduler.placement.search import Mode
 from dynarl.scheduler.placement.stage import Measured, Stage
 
@@ -186,11 +187,10 @@ class _Maker:
                 f"microbatch_tokens = {tokens} does not hold one sequence of {lengths.longest} tokens "
                 f"(prompt {lengths.prompt} + cap {lengths.cap} + results of tools)"
             )
-        ways = replicas(self.device, self.model, lengths.sequence / 2, tokens, training=trains, most=p.devices)
-        params = self.model.num_params
+        ways = replicas(self.device, self.model, lengths.mean_context, tokens, training=trains, most=p.devices)
         stage = Passes(
             list(ways), p.group_size, lengths.sequence, tokens, p.groups, self.device.memory_bytes,
-            self.device.host_bytes_per_s, params * (WEIGHT + (OPTIMIZER if trains else 0)), 1e9 * p.residue_gb,
+            self.device.host_bytes_per_s, self.model.weight_bytes + (OPTIMIZER_BYTES * self.model.num_params if trains else 0), 1e9 * p.residue_gb,
             p.minibatches if trains else 0,
         )  # fmt: skip
         return stage.useful(p.devices)

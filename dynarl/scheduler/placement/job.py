@@ -1,0 +1,231 @@
+"""Plans and jobs: a problem from a job's configuration, and the configuration that carries a plan out.
+
+A job of this version gives whole nodes to rollout, inference and training, which is less than a plan can say:
+
+    all stages in turn on all nodes                    policy.name: colocated, all nodes in split.training
+    rollout | inference | training                     policy.name: static, nodes in split
+    rollout | (inference > training)                   the same with split.inference: 0
+    rollout | training (no inference stage)            the same
+    (rollout | inference) > training                   policy.name: adaptive: nodes train when they have generated
+
+Other plans are printed with the nearest that can be carried out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynarl import rundir
+from dynarl.config import load, text, validate
+from dynarl.config.schema import Config
+from dynarl.errors import ConfigError
+from dynarl.perf.model import ModelCost
+from dynarl.scheduler.placement.lengths import Lengths
+from dynarl.scheduler.placement.plan import Node, leaves, ranges, shape
+from dynarl.scheduler.placement.problem import Posed, Problem, parse
+from dynarl.scheduler.placement.summary import Planned, devices_per_node, name_of
+from dynarl.vps.spec import ModelSpec, SpecError
+
+# What an answer's median length and the spread of its logarithm are taken to be, where nothing says so.
+MEDIAN_SHARE, SIGMA = 0.25, 0.8
+# A task's own vocabulary is some dozens of symbols; embeddings are the least of a small model.
+SMALL_VOCABULARY = 128
+# `cluster.device` and the file of configs/devices that is taken for it.
+DEVICES = {"cuda": "h100", "cpu": "cpu-core"}
+ROLES = ("rollout", "inference", "training")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file's values. Raises ConfigError."""
+    try:
+        parsed = _values(text.parse(path.read_text(encoding="utf-8"), str(path)))
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: expected keys such as `devices:` (a plan) or sections such as `cluster:` (a job)")
+    return parsed
+
+
+def _values(node: text.Node) -> Any:
+    if isinstance(node, text.Mapping):
+        return {key: _values(item) for key, item in node.items.items()}
+    if isinstance(node, text.Sequence):
+        return [_values(item) for item in node.items]
+    return node.value
+
+
+def is_plan_file(data: dict[str, Any]) -> bool:
+    """Whether it is a plan file rather than a job's configuration; those have sections."""
+    return "devices" in data or not set(data) & set(Config.__struct_fields__) - {"model"}
+
+
+def overridden(data: dict[str, Any], options: Sequence[str]) -> dict[str, Any]:
+    """Values of a plan file with `a.b=c` options laid over them; c is YAML. Raises ConfigError."""
+    for option in options:
+        path, equals, value = option.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set {option!r}: expected KEY=VALUE, such as --set devices=128")
+        at = data = {**data}
+        *ahead, last = path.split(".")
+        for key in ahead:
+            inner = at.get(key)
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--set {option!r}: {key} has no keys of its own in this file")
+            at[key] = {**inner}
+            at = at[key]
+        at[last] = _values(text.parse(value, f"--set {path}", numbered=False))
+    return data
+
+
+def problem(
+    path: Path, overrides: Sequence[str], device: str | None, lengths: str | None
+) -> tuple[Problem, ModelCost, Config, list[str]]:
+    """A job's problem, model and configuration, and what was assumed. Raises ConfigError."""
+    config = load.load(path, overrides)
+    device = device or DEVICES[config.cluster.device]
+    notes = [f"devices are taken to be {device}; --device names another"]
+    algorithm = config.algorithm
+    law: dict[str, Any] = {"median": max(1.0, MEDIAN_SHARE * algorithm.max_response_tokens), "sigma": SIGMA}
+    given = _parsed(lengths)
+    if not {"median", "sigma"} & given.keys():
+        notes.append(
+            f"answers are taken to have a median of {law['median']:g} tokens and a spread (sigma) of {SIGMA:g}; --lengths says better"
+        )
+    try:
+        lengths_law = msgspec.convert(
+            law | {"prompt": algorithm.max_prompt_tokens, "cap": algorithm.max_response_tokens} | given, Lengths
+        )
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"--lengths {lengths}: {error}") from None
+    cluster = config.cluster
+    posed = {
+        "devices": cluster.nodes * cluster.devices_per_node,
+        "devices_per_node": cluster.devices_per_node,
+        "device": device,
+        "workflow": algorithm.workflow,
+        "groups": algorithm.prompts_per_step,
+        "group_size": algorithm.group_size,
+        "minibatches": algorithm.minibatches,
+        "max_running": config.rollout.max_running,
+        "microbatch_tokens": min(config.training.max_tokens_per_micro_batch, config.inference.max_tokens_per_micro_batch),
+        "rollout_tp": [1],  # an engine of this version has one device
+        "tool_workers": config.task.tool_workers,
+        **({"residue_gb": 0.0} if cluster.device == "cpu" else {}),
+    }
+    return parse(posed | {"lengths": msgspec.to_builtins(lengths_law)}, str(path)), _model(config), config, notes
+
+
+def _parsed(lengths: str | None) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for item in (lengths or "").split(",") if lengths else ():
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--lengths {lengths}: {item!r} is not NAME=VALUE, such as median=400")
+        given[name.strip()] = _values(text.parse(value, "--lengths", numbered=False))
+    return given
+
+
+def _model(config: Config) -> ModelCost:
+    model = config.model
+    if model.path is not None:
+        file = rundir.config_dir(model.path) / "config.json"
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return ModelCost.of(ModelSpec.from_hf(found, name=Path(model.path).name), found.get("num_experts_per_tok"))
+        except (OSError, ValueError, SpecError) as error:
+            raise ConfigError(f"model.path = {model.path}: cannot plan with {file}: {error}") from None
+    spec = ModelSpec(
+        name=f"{config.run.name}'s model",
+        layers=model.layers,
+        hidden=model.hidden_size,
+        heads=model.heads,
+        groups=model.kv_heads,
+        head_dim=model.hidden_size // model.heads,
+        ffn=model.ffn_size,
+        vocab=SMALL_VOCABULARY,
+        tied=model.tied,
+        dtype=model.dtype,
+        experts=model.experts,
+        expert_ffn=model.ffn_size if model.experts else 0,
+        moe_layers=frozenset(range(model.layers)) if model.experts else frozenset(),
+    )
+    return ModelCost.of(spec, model.experts_per_token if model.experts else None)
+
+
+def settings(planned: Planned) -> dict[str, Any]:
+    """The settings of a job that carries out the plan, or the fastest other one that can be; reason: why another, or
+    why none. settings None: none can be.
+    """
+    posed, faults = planned.posed, []
+    for number, each in enumerate(planned.found):
+        try:
+            found = _settings(posed, each.plan)
+        except ConfigError as error:
+            faults.append(str(error))
+            continue
+        reason = ""
+        if number:
+            slower = each.seconds / planned.seconds - 1
+            reason = f"this is {shape(posed.flow, each.plan)}, {slower:.1%} slower than the plan: {faults[0]}"
+        return {"shape": shape(posed.flow, each.plan), "settings": found, "reason": reason, "slower": each.seconds / planned.seconds - 1}
+    return {"shape": None, "settings": None, "reason": faults[0], "slower": None}
+
+
+def _settings(posed: Posed, plan: Node) -> dict[str, Any]:
+    """Raises ConfigError where a job of this version cannot carry it out."""
+    if strange := [name for names in posed.flow.vertices for name in names if name not in ROLES]:
+        raise ConfigError(f"a job gives nodes to {', '.join(ROLES)}, and not to {', '.join(strange)}")
+    per_node, named = devices_per_node(posed), shape(posed.flow, plan)
+    nodes = posed.problem.devices // per_node
+    size = {name_of(posed, stage): end - first for stage, (first, end) in ranges(plan).items()}
+    if odd := [f"{name} {devices}" for name, devices in size.items() if devices % per_node]:
+        raise ConfigError(f"a job gives whole nodes of {per_node} devices, and not {', '.join(odd)}")
+    split = {name: devices // per_node for name, devices in size.items()}
+    if named in ("rollout > inference > training", "rollout > training"):
+        policy, split = "colocated", {"rollout": 0, "inference": 0, "training": nodes}
+    elif named in ("rollout | inference | training", "rollout | training"):
+        policy = "static"
+    elif named == "rollout | (inference > training)":
+        policy, split = "static", split | {"inference": 0}
+    elif named == "(rollout | inference) > training":
+        policy, split = "adaptive", split | {"training": 1, "rollout": split["rollout"] - 1}
+    else:
+        raise ConfigError(f"no policy of a job carries out {named}")
+    split = {role: split.get(role, 0) for role in ROLES}
+    split["rollout"] += nodes - sum(split.values()) if policy != "colocated" else 0  # nodes that the plan leaves idle
+    found = {
+        "policy.name": policy,
+        "cluster.nodes": nodes,
+        "cluster.devices_per_node": per_node,
+        **{f"split.{role}": number for role, number in split.items()},
+    }
+    layouts = {
+        name_of(posed, leaf.stage): posed.stages[leaf.stage].layout(leaf.devices, float(posed.problem.groups), leaf.shared)
+        for leaf in leaves(plan)
+    }
+    if (tp := layouts["rollout"].degrees.get("tp", 1)) > 1:
+        raise ConfigError(f"an engine of a job has one device, and not tp={tp}: `--set rollout_tp=[1]` plans so")
+    degrees = layouts["training"].degrees
+    return found | {f"training.{name}": degrees[name] for name in ("tp", "pp", "ep") if name in degrees}
+
+
+def written(config: Config, job: dict[str, Any]) -> str:
+    """The configuration with a plan's settings, as a job file. Raises ConfigError where there are none, or they do not
+    go with the rest.
+    """
+    if job["settings"] is None:
+        raise ConfigError(f"nothing is written: {job['reason']}")
+    data = msgspec.to_builtins(config)
+    for path, value in job["settings"].items():
+        section, key = path.split(".")
+        data[section][key] = value
+    planned = msgspec.convert(data, Config)
+    validate.check(planned)
+    return load.dump(planned)
