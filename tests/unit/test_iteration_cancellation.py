@@ -11,7 +11,7 @@ class Idle(Iteration):
     """An iteration in which there is never anything to hand out."""
 
     def __init__(self):
-        self._error, self._change, self._tasks, self._changed = None, None, set(), asyncio.Event()
+        self._error, self._change, self._turns, self._tasks, self._changed = None, None, None, set(), asyncio.Event()
         self.rounds = 0
 
     def _hand_out(self, to_train):
