@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from dynarl.config.schema import Config
 from dynarl.controller.iteration import Iteration
+from dynarl.controller.telemetry import Monitor
 
 
 class Idle(Iteration):
@@ -12,7 +14,7 @@ class Idle(Iteration):
 
     def __init__(self):
         self._error, self._change, self._turns, self._tasks, self._changed = None, None, None, set(), asyncio.Event()
-        self.rounds = 0
+        self._monitor, self.rounds = Monitor(Config()), 0
 
     def _hand_out(self, to_train):
         self.rounds += 1
