@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynarl import wire
+from dynarl.agent.sharing import Sharing
 from dynarl.sim.decode import DecodeEngine, Event
 from dynarl.sim.loop import SECOND_NS, nanoseconds
 
@@ -66,6 +67,8 @@ class SimNode:
         self.dead: set[str] = set()  # roles whose workers are not there
         self.attempts: Counter[str] = Counter()
         self.open = True
+        self.sharing = Sharing(self._switch, self._has_work)
+        self._shared: dict[str, dict[str, Any]] = {}  # role -> weights that it needs when it is given the devices
         self.versions: dict[str, int] = {}  # role -> version of the weights in its workers
         self.plan: dict[str, Any] | None = None
         self.held: dict[str, int] = {}  # sample -> tokens of its response in the store here
@@ -112,6 +115,10 @@ class SimNode:
         self, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
         holders: dict[str, str], order: str,
     ) -> None:
+        async with self.sharing.turn("rollout"):
+            self._generate(requests)
+
+    def _generate(self, requests: list[dict]) -> None:
         self._check_alive("rollout", "a request")
         for item in requests:
             sample, holder = item["sample"], item["holder"]
@@ -164,6 +171,7 @@ class SimNode:
             return
         del self._where[sample], seat.samples[sample]
         self._account()
+        self.sharing.look()
         self._fleet.later(self._fleet.verify_ns, self._verified, sample, tokens)
 
     def _call_tool(self, sample: str, event: Event) -> ToolCall:
@@ -215,6 +223,7 @@ class SimNode:
         for seat in seats.values():
             self._tend(seat)
         self._account()
+        self.sharing.look()
         return given_up
 
     # --- reports of load
@@ -252,10 +261,12 @@ class SimNode:
     # --- scoring and training
 
     async def on_score(self, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]) -> None:
-        self._take("inference", lease, devices, samples)
+        async with self.sharing.turn("inference"):
+            self._take("inference", lease, devices, samples)
 
     async def on_train(self, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]) -> None:
-        self._take("training", lease, devices, samples)
+        async with self.sharing.turn("training"):
+            self._take("training", lease, devices, samples)
 
     def _take(self, role: str, lease: int, devices: list[int], samples: list[dict]) -> None:
         self._check_alive(role, "a lease")
@@ -305,6 +316,7 @@ class SimNode:
         elif not any(queue and queue[0].started for queue in self._leases.values()):
             self._idle.set()
         self._account()
+        self.sharing.look()
 
     # --- calls to single workers
 
@@ -396,6 +408,41 @@ class SimNode:
         self._fleet.timeline.cut(self._loop.now_ns)
         self.plan, self.open = None, True
 
+    # --- roles that take turns by themselves
+
+    async def on_share(self, order: list[str], weights: dict[str, dict[str, Any]]) -> None:
+        self._shared = weights
+        self.sharing.begin(order)
+
+    async def on_unshare(self) -> str:
+        await self.sharing.end()
+        return self.active
+
+    async def on_take(self, role: str) -> None:
+        async with self.sharing.turn(role):
+            pass
+
+    def _has_work(self, role: str) -> bool:
+        if role == "rollout":
+            return bool(self._where)
+        return any(queue for (of, _), queue in self._leases.items() if of == role)
+
+    async def _switch(self, role: str) -> None:
+        if role == self.active:
+            return
+        if role in self.dead:
+            raise wire.CallError(f"{self.name} has no {role} worker")
+        source, seconds = self.active, self._world.times.transfer(self.active, role)
+        self._fleet.timeline.cut(self._loop.now_ns)
+        self.open = False
+        await self._fleet.pause(seconds)
+        self._fleet.timeline.cut(self._loop.now_ns)
+        self.open, self.active = True, role
+        self._take_weights(role, self._shared[role]["version"])
+        self._log.note("role", self.name, role)
+        await self._loop.pause(self._fleet.message_ns)
+        self._fleet.emit("switched", self.name, source=source, target=role, phases={"load_ms": 1e3 * seconds})
+
     # --- workers that die
 
     def record_parts(self) -> None:
@@ -425,6 +472,7 @@ class SimNode:
         if role == "training":
             self.gradient.clear()
         self._account()
+        self.sharing.look()
         self._fleet.later(
             0, self._fleet.emit, "worker_died", self.name, role=role, device=0, attempt=self.attempts[role],
             status="killed", tail=[], held=held,
