@@ -72,7 +72,9 @@ class Watch:
             return {}
         found = {}
         for stage, planned in self.planned.items():
-            shares = [each.get(stage, 0.0) / planned - 1.0 if planned else float(each.get(stage, 0.0) > 0) for each in self._last]
+            if stage not in self._last[-1]:  # it has no nodes of its own
+                continue
+            shares = [each[stage] / planned - 1.0 if planned else float(each[stage] > 0) for each in self._last]
             if min(shares) > self._tolerance or max(shares) < -self._tolerance:
                 found[stage] = float(np.median(shares))
         return found

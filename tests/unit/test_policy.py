@@ -4,7 +4,7 @@ from hypothesis import example, given, settings
 from iteration_model import Fault, Model, Work
 
 from dynarl.config.schema import Policy
-from dynarl.scheduler.policy import ROLES, View, capabilities, decide, start_roles
+from dynarl.scheduler.policy import ROLES, View, capabilities, decide, start_roles, take_turns
 
 # One way to inference, one to training, and one back to score what came late.
 MOST_FLIPS = 3
@@ -17,6 +17,44 @@ def homes(rollout: int, inference: int, training: int) -> dict[str, str]:
 
 def view(roles: dict[str, str], policy: Policy = Policy(), **counts) -> View:
     return View(roles=roles, may=capabilities(policy, roles), **counts)
+
+
+# --- nodes that switch by themselves
+
+BY_NODE = Policy(name="colocated", switching="node")
+
+
+def test_a_free_node_takes_work_that_waits_and_stays_where_it_has_some():
+    roles = homes(2, 1, 1)
+    seen = view(roles, BY_NODE, running={"n1": 2, "n2": 0}, generating=4, to_score=3, to_train=3)
+    turns = take_turns(seen, ["n2", "n3", "n4"])
+    assert set(turns) == {"n2"} and turns["n2"] in ("inference", "training")
+    assert take_turns(seen, []) == {}
+
+
+def test_no_more_nodes_switch_than_groups_wait():
+    seen = view(homes(4, 0, 0), BY_NODE, generating=1, to_score=1)
+    assert list(take_turns(seen, ["n1", "n2", "n3", "n4"]).values()) == ["inference"]
+    assert take_turns(view(homes(4, 0, 0), BY_NODE, generating=4), ["n1", "n2"]) == {}, "nothing is offered yet"
+
+
+def test_nobody_leaves_rollout_while_requests_wait_and_one_returns_if_nobody_is_left():
+    assert take_turns(view(homes(2, 1, 1), BY_NODE, waiting=3, to_score=4, to_train=4), ["n2", "n3", "n4"]) == {}
+    back = take_turns(view(homes(0, 1, 1), BY_NODE, waiting=3, to_score=4), [])
+    assert back == {"n1": "rollout"}, "whether it is free or not"
+
+
+@given(st.lists(st.sampled_from(ROLES), min_size=1, max_size=8), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.data())
+def test_only_free_nodes_switch_each_to_a_role_that_has_work(held, to_score, to_train, generating, data):
+    roles = {f"n{index}": role for index, role in enumerate(held)}
+    free = [node for node in roles if data.draw(st.booleans())]
+    turns = take_turns(view(roles, BY_NODE, generating=generating, to_score=to_score, to_train=to_train), free)
+    waiting = {"inference": to_score, "training": to_train}
+    assert turns.keys() <= set(free) and all(role != roles[node] for node, role in turns.items())
+    for role in ROLES:
+        assert sum(r == role for r in turns.values()) <= waiting.get(role, 0)
+    idle = [node for node in free if turns.get(node, roles[node]) == "rollout"]
+    assert not idle or to_score + to_train <= len(free), "no node is idle while groups wait for one"
 
 
 # --- who may be what

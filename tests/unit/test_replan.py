@@ -48,6 +48,14 @@ def test_a_stage_is_off_after_a_whole_window_in_one_direction(trained, window):
         assert bool(watch.deviations()) == (number >= window and (set(last) == {3.0} or set(last) == {8.0}))
 
 
+def test_a_stage_that_has_no_nodes_of_its_own_is_not_held_against_the_plan():
+    watch = Watch(PLANNED | {"inference": 2.0}, 0.15, 1)
+    watch.note(PLANNED)
+    assert watch.deviations() == {}
+    watch.note(PLANNED | {"inference": 0.0})
+    assert watch.deviations() == {"inference": -1.0}
+
+
 def test_after_another_plan_a_window_has_to_pass_again():
     watch = Watch(PLANNED, 0.15, 1)
     watch.note({"rollout": 20.0, "training": 5.0})
