@@ -21,6 +21,9 @@ class Idle(Iteration):
         if self.rounds > 20:
             raise AssertionError("it goes on after its cancellation")
 
+    def _pause_s(self):
+        return 0.1
+
     def _consider(self, to_train):
         pass
 
