@@ -86,7 +86,8 @@ class Iteration:
             list(self.ledger.groups.values()), algorithm.minibatches, algorithm.membership == "completion"
         )
         self.requests = Requests(
-            config, fleet, self.ledger, router or Router(config, self._monitor.lengths), split, temperature, self._at_work, self._spawn
+            config, fleet, self.ledger, router or Router(config, self._monitor.lengths), split, temperature,
+            self._at_work, self._spawn, self._monitor.stopwatch
         )
         self.leases = Leases(fleet, self.ledger, self._monitor, replicas or {
             role: inside_nodes(may, config.cluster.devices_per_node, config.training.tp)

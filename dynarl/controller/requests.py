@@ -14,22 +14,25 @@ from dynarl.dataflow.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
-# Between two looks at whether running requests should change nodes: a move is judged by what came of the last ones.
-REBALANCE_S = 1.0
+# Between two looks at whether running requests should change nodes: a move is judged by what came of the last ones. And
+# looking takes at most this share of the controller's time.
+REBALANCE_S, REBALANCE_SHARE = 1.0, 0.01
 
 
 class Requests:
     """The router decides who gets which; the ledger says who has it. `lives`: rollout workers that each node has lost;
     num_moved: requests that went from one rollout node to another while neither changed its role.
 
-    at_work: nodes that take work of a role now; spawn: run a hand-out in the background; what undoes it if it fails.
+    at_work: nodes that take work of a role now; spawn: run a hand-out in the background; what undoes it if it fails;
+    stopwatch: seconds that this process has worked.
     """
 
     def __init__(self, config: Config, fleet: Fleet, ledger: Ledger, router: Router, split: str, temperature: float,
-                 at_work: Callable[[str], list[str]], spawn: Callable[[Awaitable[Any], Callable[[], None]], None]):
+                 at_work: Callable[[str], list[str]], spawn: Callable[[Awaitable[Any], Callable[[], None]], None],
+                 stopwatch: Callable[[], float]):
         self._config, self._fleet, self._ledger, self.router = config, fleet, ledger, router
         self._split, self._temperature = split, temperature
-        self._at_work, self._spawn = at_work, spawn
+        self._at_work, self._spawn, self._stopwatch = at_work, spawn, stopwatch
         self.lives: Counter[str] = Counter()
         self.num_moved = 0
         self._relocating: set[str] = set()  # nodes that are asked to give up some of their requests
@@ -42,8 +45,9 @@ class Requests:
             for node, samples in self.router.place(self._ledger, nodes, now).items():
                 self._send(node, samples)
         elif rebalance and now >= self.rebalance_at:
-            self.rebalance_at = now + REBALANCE_S
+            began = self._stopwatch()
             self._rebalance(nodes, now)
+            self.rebalance_at = now + max(REBALANCE_S, (self._stopwatch() - began) / REBALANCE_SHARE)
 
     def _send(self, node: str, samples: list[str]) -> None:
         handed, lives = self._ledger.dispatch(node, samples), self.lives[node]

@@ -6,9 +6,11 @@ It outlives iterations, because what it has learned of lengths and speeds does. 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from dynarl import wire
 from dynarl.config.schema import Config
@@ -19,6 +21,16 @@ from dynarl.scheduler.survival import Lengths
 
 # What it takes to move a request, before one has been moved; weight of the newest measurement after that.
 FIRST_MOVE_S, NEWEST = 0.1, 0.25
+# The estimate of lengths is made anew when so many more answers have finished, as a share of those before.
+FRESH_SHARE = 1 / 8
+# Speeds are learned over many readings, and requests grow slowly: whether nodes are equally fast, and what memory of a node
+# its requests will have taken in the end, is looked at so often.
+SPEEDS_S, MEMORY_S = 1.0, 2.0
+# So many times fewer requests than run already are given out one by one.
+FEW = 8
+# Where there are many nodes, so many of those that end last, of those that end first and of the fastest are looked at
+# for moves. The others are in between, and there is a next look.
+LOOKED_AT = 6
 
 
 class Router:
@@ -32,14 +44,18 @@ class Router:
         self._max_running = config.rollout.max_running * self._devices
         self._max_queued = config.rollout.max_queued * self._devices
         self._lengths, self._speeds = lengths, Speeds()
-        self._running: list[int] = []  # tokens of the running requests, at the last look
+        self._equal, self._equal_until = True, -math.inf  # whether all nodes are equally fast, and when to look again
         self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
-        self._estimate([])
         self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds
+        self._kv_of: dict[str, float] = {}  # node -> tokens that its memory may be given, where its workers all say
         self._begun: dict[str, tuple[float, float]] = {}  # running sample -> (when it was handed out, its tokens then)
         self._tokens: dict[str, int] = {}  # sample that was given back -> its tokens
         self._masked: dict[str, int] = {}  # and those of them that tools wrote
+        self._looked_at: tuple[list[str], Ledger | None, set[str]] = [], None, set()  # nodes that all have been, for places
+        self._look_again = -math.inf
+        self._taken: dict[str, tuple[float, int, float]] = {}  # node -> memory, for so many requests, at that time
         self.move_s = FIRST_MOVE_S
+        self._estimate([])
 
     # --- what is learned
 
@@ -48,7 +64,13 @@ class Router:
     ) -> None:
         """A worker's report of its load; kv_total_tokens 0: it does not say."""
         self._speeds.note(worker, now, tokens, running)
-        self._kv_tokens[node][worker] = kv_total_tokens
+        workers = self._kv_tokens[node]
+        if workers.get(worker) != kv_total_tokens:
+            workers[worker] = kv_total_tokens
+            complete = len(workers) >= self._devices and all(workers.values())
+            # What is queued takes no memory yet.
+            held = 1.0 + self._max_queued / self._max_running
+            self._kv_of[node] = sum(workers.values()) * held if complete else math.inf
 
     def finished(self, sample: str, prompt_tokens: int) -> None:
         self._finished += 1
@@ -70,18 +92,78 @@ class Router:
 
     def place(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, list[str]]:
         """Node -> waiting samples that it should get now. The caller hands them out."""
-        running = Counter(ledger.running.values())
-        most = self._max_running + self._max_queued
-        free = {node: most - running[node] for node in nodes if running[node] < most}
-        # Of equal nodes only these are looked at: mostly one answer has finished, and all nodes but one are full.
-        seen = nodes if free and len({self._speed(node) for node in nodes}) > 1 else list(free)
+        free = self._places(ledger, nodes, now) if ledger.num_waiting else {}
+        if not free:
+            return {}
+        self._refresh(ledger, nodes, now)
         waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
                    for sample in ledger.waiting(sum(free.values()))]
-        backlog = (ledger.num_waiting - len(waiting)) * self._remaining[0]
-        assigned = route(waiting, self._instances(ledger, seen, now), backlog).assigned if waiting else {}
+        equal = self._equally_fast(nodes, now)
+        if equal and FEW * len(waiting) < sum(ledger.num_running_on(node) for node in free):
+            assigned = self._fill_up(ledger, free, waiting, now)
+        else:  # of equal nodes the full ones need not be looked at
+            backlog = (ledger.num_waiting - len(waiting)) * self._remaining[0]
+            seen = [self._instance(ledger, node, now) for node in (free if equal else nodes)]
+            assigned = route(waiting, seen, backlog).assigned
         for samples in assigned.values():
             self.handed_out(samples, now)
         return assigned
+
+    def _places(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, int]:
+        """Node -> how many more requests it may take, where that is any; in number and, about, in memory."""
+        most, need = self._max_running + self._max_queued, self._prompt_tokens + self._remaining[0]
+        found: dict[str, int] = {}
+        if nodes is self._looked_at[0] and ledger is self._looked_at[1] and now < self._look_again:
+            looked_at = [node for node in ledger.freed if node in self._looked_at[2]]
+        else:
+            looked_at = nodes
+            self._looked_at, self._look_again = (nodes, ledger, set(nodes)), now + MEMORY_S
+        for node in looked_at:
+            running = ledger.num_running_on(node)
+            if (free := most - running) > 0 and running:
+                if math.isfinite(memory := self._kv_of.get(node, math.inf)):
+                    # One at a time may be shorter than the mean.
+                    free = min(free, math.ceil((memory - self._kv_taken(ledger, node, now)) / need))
+            if free > 0:
+                found[node] = free
+        # All others are full until something ends there.
+        ledger.freed = dict.fromkeys(found)
+        return found
+
+    def _kv_taken(self, ledger: Ledger, node: str, now: float) -> float:
+        """Tokens that what runs on a node will have taken of its memory, each at its end."""
+        running = ledger.num_running_on(node)
+        taken, of, at = self._taken.get(node, (0.0, 0, -math.inf))
+        if not of or now - at >= MEMORY_S or not of / 2 <= running <= of:
+            tokens, _, remaining = self._progress(ledger, node, now)
+            taken, of = float(tokens.sum() + remaining.sum()) + self._prompt_tokens * running, running
+            self._taken[node] = taken, of, now
+        return taken * running / of
+
+    def _fill_up(
+        self, ledger: Ledger, free: dict[str, int], waiting: list[Request], now: float
+    ) -> dict[str, list[str]]:
+        """As `route`, for a few requests among many that run: each in its turn, where its tokens are or else where the
+        fewest tokens are to come, as far as memory goes."""
+        taken = {node: self._kv_taken(ledger, node, now) if ledger.num_running_on(node) else 0.0 for node in free}
+        left, assigned = dict(free), defaultdict(list)
+        for request in waiting:
+            need = request.kv_tokens
+            able = [n for n in left if taken[n] + need <= self._kv_of.get(n, math.inf) or not taken[n]]
+            if not able:
+                break
+            node = request.home if request.home in able else min(able, key=taken.__getitem__)
+            assigned[node].append(request.sample)
+            taken[node] += need
+            left[node] -= 1
+            if not left[node]:
+                del left[node]
+        return dict(assigned)
+
+    def _equally_fast(self, nodes: list[str], now: float) -> bool:
+        if now >= self._equal_until:
+            self._equal, self._equal_until = len({self._speed(node) for node in nodes}) <= 1, now + SPEEDS_S
+        return self._equal
 
     def handed_out(self, samples: Iterable[str], now: float) -> None:
         for sample in samples:
@@ -91,35 +173,66 @@ class Router:
         """Running requests that should change nodes. None as long as speeds are unknown: gain and cost are seconds."""
         if len(nodes) < 2 or not self._speeds.known():
             return []
-        return rebalance(self._instances(ledger, nodes, now), move_s=self.move_s)
+        self._refresh(ledger, nodes, now)
+        if len(nodes) > 3 * LOOKED_AT:
+            nodes = self._worth_a_look(ledger, nodes, now)
+        return rebalance([self._instance(ledger, node, now) for node in nodes], move_s=self.move_s)
 
-    def _instances(self, ledger: Ledger, nodes: list[str], now: float) -> list[Instance]:
-        if self._finished * 16 > self._estimated_of * 17:  # enough has finished since to matter
-            self._estimate(self._running)
-        running: dict[str, list[str]] = {node: [] for node in nodes}
-        for sample, node in ledger.running.items():
-            if node in running:
-                running[node].append(sample)
-        instances = [self._instance(node, samples, now) for node, samples in running.items()]
-        self._running = [
-            int(request.prefix - self._prompt_tokens) - self._masked.get(request.sample, 0)
-            for each in instances for request in each.running
-        ]
-        return instances
+    def _worth_a_look(self, ledger: Ledger, nodes: list[str], now: float) -> list[str]:
+        ends, steps = [], []
+        for node in nodes:
+            (_, _, remaining), (fixed_s, each_s) = self._progress(ledger, node, now), self._speed(node)
+            total = float(remaining.sum())
+            longest = max(float(remaining.max(initial=0.0)), total / self._max_running)
+            ends.append(fixed_s * longest + each_s * total)
+            steps.append(fixed_s + each_s * (len(remaining) + 1))
+        by_end, by_step = np.argsort(ends, kind="stable"), np.argsort(steps, kind="stable")
+        found = {*by_end[:LOOKED_AT].tolist(), *by_end[-LOOKED_AT:].tolist(), *by_step[:LOOKED_AT].tolist()}
+        return [nodes[index] for index in sorted(found)]
 
-    def _instance(self, node: str, samples: list[str], now: float) -> Instance:
-        workers = self._kv_tokens.get(node, {})
+    # --- what is estimated
+
+    def _refresh(self, ledger: Ledger, nodes: list[str], now: float) -> None:
+        """Another estimate of lengths, if enough has finished since the last one to matter."""
+        if self._finished > self._estimated_of * (1.0 + FRESH_SHARE):
+            running = [self._progress(ledger, node, now)[1] for node in nodes]
+            self._estimate(np.concatenate(running) if running else [])
+
+    def _estimate(self, running: Sequence[int] | np.ndarray) -> None:
+        """How many tokens of an answer are still to be sampled, by those that were."""
+        survival = self._lengths.survival(running)
+        self._estimated_of = self._finished
+        self._remaining_at = np.maximum(survival.expected_remaining(np.arange(self._lengths.max_tokens)), 1.0)
+        self._remaining: list[float] = self._remaining_at.tolist()
+
+    def _progress(self, ledger: Ledger, node: str, now: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens so far, those of them that were sampled, and those still expected, of each request that runs on a node.
+        """
+        samples = ledger.running_on(node)
+        step_s = self._step_s(node, len(samples))
+        begun = np.array([self._begun.get(sample, (now, 0.0)) for sample in samples]).reshape(-1, 2)
+        tokens = np.minimum(begun[:, 1] + (now - begun[:, 0]) / step_s, self._lengths.max_tokens - 1)
+        sampled = tokens.astype(int) - np.array([self._masked.get(sample, 0) for sample in samples], int)
+        return tokens, sampled, self._remaining_at[sampled]
+
+    def _step_s(self, node: str, running: int) -> float:
+        """Seconds in which each of so many requests on a node gets a token; infinite while speeds are unknown."""
+        if not self._speeds.known():
+            return math.inf
         fixed_s, each_s = self._speed(node)
         # Beyond max_running they take turns, so each gets on more slowly.
-        batch, turns = min(len(samples), self._max_running), max(1.0, len(samples) / self._max_running)
-        step_s = (fixed_s + each_s * batch) * turns if self._speeds.known() else math.inf
+        batch, turns = min(running, self._max_running), max(1.0, running / self._max_running)
+        return (fixed_s + each_s * batch) * turns
+
+    def _instance(self, ledger: Ledger, node: str, now: float) -> Instance:
+        fixed_s, each_s = self._speed(node)
+        samples = ledger.running_on(node)
+        step_s = self._step_s(node, len(samples))
         begun = [(sample, *self._begun.get(sample, (now, 0.0))) for sample in samples]
         running = [self._request(sample, tokens + (now - since) / step_s, node) for sample, since, tokens in begun]
-        complete = len(workers) == self._devices and all(workers.values())
-        # What is queued takes no memory yet. To prefill a token takes at most as long as to decode it with others.
-        held = 1.0 + self._max_queued / self._max_running
+        # To prefill a token takes at most as long as to decode it with others.
         return Instance(node, self._max_running, running, fixed_s, each_s, prefill_s=each_s,
-                        kv_tokens=sum(workers.values()) * held if complete else math.inf, max_queued=self._max_queued)
+                        kv_tokens=self._kv_of.get(node, math.inf), max_queued=self._max_queued)
 
     def _speed(self, node: str) -> tuple[float, float]:
         """(fixed_s, per_request_s) of a node: its engines share its requests."""
@@ -129,14 +242,7 @@ class Router:
 
     def _request(self, sample: str, tokens: float, home: str | None) -> Request:
         tokens = min(tokens, self._lengths.max_tokens - 1)
-        prefix = self._prompt_tokens + tokens
-        sampled = int(tokens) - self._masked.get(sample, 0)
-        remaining = max(1.0, self._remaining[sampled])
-        return Request(sample, wire.group_of(sample), prefix, remaining, home, "preferred" if home else "none")
-
-    def _estimate(self, running: list[int]) -> None:
-        """Tokens still expected of an answer, by those that it has; running: those of the unfinished ones."""
-        survival = self._lengths.survival(running)
-        # For all numbers at once: it is asked for every running request, again and again.
-        self._remaining: list[float] = survival.expected_remaining(range(survival.max_tokens + 1)).tolist()
-        self._estimated_of = self._finished
+        remaining = self._remaining[int(tokens) - self._masked.get(sample, 0)]
+        return Request(
+            sample, wire.group_of(sample), self._prompt_tokens + tokens, remaining, home, "preferred" if home else "none"
+        )

@@ -53,7 +53,7 @@ class Monitor:
         figures_gap_s: float = FIGURES_GAP_S,
     ):
         self._config, self._journal, self._number, self.clock = config, journal, first_number, clock
-        self._stopwatch, self._figures_gap_s = stopwatch, figures_gap_s
+        self.stopwatch, self._figures_gap_s = stopwatch, figures_gap_s
         self._max_running = config.rollout.max_running * config.cluster.devices_per_node
         self._max_queued = config.rollout.max_queued * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
@@ -190,10 +190,10 @@ class Monitor:
             return {}  # there is nothing else to do
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
-        began = self._stopwatch()
+        began = self.stopwatch()
         seen = self.situation(ledger, roles, may, wanted, needs_scoring, units)
         decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
-        seconds = self._stopwatch() - began
+        seconds = self.stopwatch() - began
         self.look_at, self._state = now + max(LOOK_S, seconds / DECISION_SHARE), state
         self._record(decision, now, seconds, seen)
         return decision.moves

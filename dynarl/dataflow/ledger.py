@@ -67,6 +67,7 @@ class Ledger:
         self._fresh: dict[str, None] = dict.fromkeys(samples)
         self.running: dict[str, str] = {}
         self._on: dict[str, dict[str, None]] = defaultdict(dict)  # node -> what runs there
+        self.freed: dict[str, None] = {}  # nodes on which something has ended since whoever reads this has cleared it
         self.partial: dict[str, str] = {}
 
     # --- generation
@@ -92,7 +93,9 @@ class Ledger:
         return len(self._on.get(node, ()))
 
     def _runs_no_more(self, sample: str) -> None:
-        del self._on[self.running.pop(sample)][sample]
+        node = self.running.pop(sample)
+        del self._on[node][sample]
+        self.freed[node] = None
 
     def dispatch(self, node: str, samples: Iterable[str]) -> list[tuple[str, str | None]]:
         """Hand these waiting requests to `node`. Returns (sample, node that holds its partial answer or None) of each.

@@ -43,8 +43,7 @@ SLACK = 1.1
 SPEED_STEPS_PER_OCTAVE = 8
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """prefix: tokens that an instance without its keys and values must prefill; remaining: tokens still expected.
 
     home: the instance that has its prefix or its state; how much that binds says `affinity`.

@@ -55,7 +55,7 @@ def test_queued_requests_get_on_more_slowly():
     for router, ledger in (alone, queued):
         report(router, {"n1": 10}, running=2)
         hand_out(router, ledger, ["n1"], now=10.0)
-        so_far.append(router._instances(ledger, ["n1"], 14.0)[0].running[0].prefix - 64)
+        so_far.append(router._instance(ledger, "n1", 14.0).running[0].prefix - 64)
     assert so_far[1] == pytest.approx(so_far[0] / 4)
 
 

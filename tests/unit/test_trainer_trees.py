@@ -70,5 +70,5 @@ def test_an_owner_without_helpers_has_no_tree():
 def test_a_helper_that_has_not_joined_is_an_error():
     made = trainer(owners=1, borrowed=1, devices=1, tp=1)
     made.joined = made.owners
-    with pytest.raises(ValueError):
+    with pytest.raises(KeyError):
         made.trees(made.borrowed_replicas)
