@@ -171,8 +171,7 @@ class Iteration:
                 self._hand_out(to_train)
                 if (moves := needed()) and self._change is None and self._is_possible(moves):
                     self._begin(moves)
-                with self._monitor.overhead("decisions"):
-                    self._consider(to_train)
+                self._consider(to_train)
                 self._changed.clear()
                 try:
                     # Not wait_for: Python 3.11's swallows a cancellation that comes together with the event.
@@ -355,8 +354,10 @@ class Iteration:
         """Offer again what a dead worker had. held: requests whose answer so far is recorded on its node."""
         if role == "environment":
             return
-        self.ledger.worker_lost(node, role, held)
-        self.requests.lives[node] += role == "rollout"
+        if role == "rollout":
+            self.requests.worker_lost(node, held)
+        else:
+            self.ledger.worker_lost(node, role)
         self.leases.worker_lost(node)
         self._wake()
 
@@ -371,13 +372,14 @@ class Iteration:
             moves = take_turns(self.view(to_train), self._turns.free())
             self._turns.given.update({n: r for n, r in moves.items() if (n, r) not in self._down})
             return
-        if self._policy.name == "adaptive":
-            moves = self._monitor.consult(
-                self._policy, self.ledger, self._epochs.roles, self._may, self._down,
-                lambda group: self._is_offered(group) and (group.state == "generated" or group.name in to_train.names),
-                self._needs_scoring, self.leases.replicas, self._clock() - self._last_change)
-        else:
-            moves = decide(self._policy, self.view(to_train))
+        with self._monitor.overhead("decisions"):
+            if self._policy.name == "adaptive":
+                moves = self._monitor.consult(
+                    self._policy, self.ledger, self._epochs.roles, self._may, self._down,
+                    lambda group: self._is_offered(group) and (group.state == "generated" or group.name in to_train.names),
+                    self._needs_scoring, self.leases.replicas, self._clock() - self._last_change)
+            else:
+                moves = decide(self._policy, self.view(to_train))
         # A role without living workers on that node is no destination.
         moves = {node: role for node, role in moves.items() if (node, role) not in self._down}
         if moves:
@@ -429,7 +431,9 @@ class Iteration:
                                   (self.weights, {n: r for n, r in moves.items() if r != "training"})):
                 if part and not self._given_up:
                     sources = dict(self._epochs.roles)
-                    outcome = await self._epochs.change(part, weights, reason, self._take_back, self._num_to_generate)
+                    with self.requests.asking(part):
+                        outcome = await self._epochs.change(
+                            part, weights, reason, self._take_back, self._num_to_generate)
                     self.tally.switches.append(outcome)
                     self._monitor.moved(sources, part, outcome)
                     if not outcome.committed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Awaitable, Callable
 
 from dynarl.config.schema import Config
@@ -36,6 +38,8 @@ class Requests:
         self.lives: Counter[str] = Counter()
         self.num_moved = 0
         self._relocating: set[str] = set()  # nodes that are asked to give up some of their requests
+        self._asked: Counter[str] = Counter()  # questions to each node, which requests it gives up, without an answer
+        self._late: dict[str, list[tuple[list[str], list[str]]]] = defaultdict(list)  # deaths meanwhile: (lost, held)
         self.rebalance_at = 0.0
 
     def hand_out(self, *, rebalance: bool) -> None:
@@ -80,6 +84,35 @@ class Requests:
         self.router.given_back(**partial)
         return True
 
+    # --- workers that die
+
+    def worker_lost(self, node: str, held: Iterable[str]) -> None:
+        """A rollout worker of `node` died: what it had is offered again. held: requests whose answer so far is recorded
+        there.
+
+        A node that has just been asked to give up requests answers that first: what it has handed back it no longer
+        counts as held, and without that answer a tool call that it has made would be made again elsewhere.
+        """
+        self.lives[node] += 1
+        self._late[node].append((self._ledger.running_on(node), list(held)))
+        self._settle(node)
+
+    @contextmanager
+    def asking(self, nodes: Iterable[str]) -> Iterator[None]:
+        """Around the question to these nodes, which requests they give up."""
+        nodes = list(nodes)
+        self._asked.update(nodes)
+        try:
+            yield
+        finally:
+            self._asked.subtract(nodes)
+            for node in nodes:
+                self._settle(node)
+
+    def _settle(self, node: str) -> None:
+        for lost, held in self._late.pop(node, []) if not self._asked[node] else ():
+            self._ledger.worker_lost(node, "rollout", held, among=lost)
+
     # --- from one rollout node to another
 
     def _rebalance(self, nodes: list[str], now: float) -> None:
@@ -93,19 +126,18 @@ class Requests:
 
     async def _relocate(self, source: str, targets: dict[str, str]) -> None:
         """Move requests ({sample: target}) that are not finished by now, each with its tokens so far."""
-        clock, lives = asyncio.get_running_loop().time, self.lives[source]
+        clock = asyncio.get_running_loop().time
         began = clock()
-        try:
-            given_up = await self._fleet.call(source, "abort", samples=list(targets))
-        finally:
-            self._relocating.discard(source)
-        self.router.moved(clock() - began)
-        if lives != self.lives[source]:  # they were offered again when the worker died
-            return
-        log.debug("%s gave up %d of %d requests for other nodes", source, len(given_up), len(targets))
-        for partial in given_up:
-            sample, target = partial["sample"], targets[partial["sample"]]
-            if self.returned(source, partial) and target in self._at_work("rollout"):
-                self.router.handed_out([sample], clock())
-                self._send(target, [sample])
-                self.num_moved += 1
+        with self.asking([source]):
+            try:
+                given_up = await self._fleet.call(source, "abort", samples=list(targets))
+            finally:
+                self._relocating.discard(source)
+            self.router.moved(clock() - began)
+            log.debug("%s gave up %d of %d requests for other nodes", source, len(given_up), len(targets))
+            for partial in given_up:
+                sample, target = partial["sample"], targets[partial["sample"]]
+                if self.returned(source, partial) and target in self._at_work("rollout"):
+                    self.router.handed_out([sample], clock())
+                    self._send(target, [sample])
+                    self.num_moved += 1

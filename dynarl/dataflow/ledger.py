@@ -219,13 +219,18 @@ class Ledger:
 
     # --- faults
 
-    def worker_lost(self, node: str, role: str, held: Iterable[str] = ()) -> list[str]:
+    def worker_lost(
+        self, node: str, role: str, held: Iterable[str] = (), among: Iterable[str] | None = None
+    ) -> list[str]:
         """A worker of `node` died. What it was doing is handed out again; returns the ids of its requests.
 
-        held: those whose answer so far is recorded on `node`; the others go on from where they were before.
+        held: those whose answer so far is recorded on `node`; the others go on from where they were before. among: the
+        requests that it had when the worker died, if that is not now.
         """
         if role == "rollout":
             lost, held = self.running_on(node), set(held)
+            if among is not None:
+                lost = [sample for sample in among if self.running.get(sample) == node]
             for sample in lost:
                 self.returned(sample, node, holder=node if sample in held else self.partial.get(sample))
             return lost

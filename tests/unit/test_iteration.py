@@ -341,6 +341,39 @@ def test_a_late_failure_does_not_take_back_what_runs_again_since_the_worker_died
     log.close()
 
 
+@pytest.mark.parametrize("how", ["for another node", "for another role"])
+def test_what_a_node_has_given_up_is_known_before_its_death_is_settled(how, tmp_path):
+    """The report of the death, which no longer counts the request as held, overtakes the answer: without it the request
+    would begin anew somewhere, and make its tool calls again."""
+
+    async def scenario():
+        iteration, cluster = bare(homes(2, 0, 1), ["1:0:0", "1:0:1"], tmp_path)
+        iteration.ledger.dispatch("n1", iteration.ledger.waiting(2))
+        partial = {"sample": "1:0:0", "tokens": 9, "masked_tokens": 4}
+
+        async def dies_with_the_answer(name, method, /, **args):
+            iteration.worker_lost("n1", "rollout", held=["1:0:1"])
+            assert set(iteration.ledger.running) == {"1:0:0", "1:0:1"}, "the answer is on its way"
+            return [partial]
+
+        if how == "for another node":
+            cluster.call = dies_with_the_answer
+            iteration._down.add(("n2", "rollout"))
+            await iteration.requests._relocate("n1", {"1:0:0": "n2"})
+        else:
+            async def change(moves, weights, reason, on_quiesced, live):
+                given_up = {"n1": await dies_with_the_answer("n1", "quiesce")}
+                on_quiesced(outcome := Outcome(1, True, given_up=given_up))
+                return outcome
+
+            iteration._epochs.change = change
+            await iteration._move({"n1": "training"})
+        assert dict(iteration.ledger.dispatch("n2", iteration.ledger.waiting())) == {"1:0:0": "n1", "1:0:1": "n1"}
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(scenario())
+
+
 def test_a_move_that_is_refused_is_not_wanted_again_at_once(tmp_path):
     policy, home = POLICIES["eager"][1], homes(2, 0, 1)
     log = journal.Journal(tmp_path / "journal.jsonl")
