@@ -71,6 +71,7 @@ class RolesBench(Job):
         candidates = self.candidates(agentic)
         # What the adaptive policy learns it learns in its own iterations, as in a job of its own; the others share.
         own = Monitor(self.config, self.journal)
+        own.numbers = self.monitor.numbers  # one journal has the decisions of both
         self.learned = {False: (self.monitor, self.router), True: (own, Router(self.config, own.lengths))}
         # Not counted: first forward passes, communicators, and what the adaptive policy learns in its first iteration.
         for name, candidate in candidates.items():

@@ -7,6 +7,7 @@ the rollout workers, answers, leases, moves) under every policy; the adaptive on
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, defaultdict
@@ -52,8 +53,9 @@ class Monitor:
         stopwatch: Callable[[], float] = time.perf_counter,
         figures_gap_s: float = FIGURES_GAP_S,
     ):
-        self._config, self._journal, self._number, self.clock = config, journal, first_number, clock
+        self._config, self._journal, self.clock = config, journal, clock
         self.stopwatch, self._figures_gap_s = stopwatch, figures_gap_s
+        self.numbers = itertools.count(first_number + 1)  # of decisions on record
         self._max_running = config.rollout.max_running * config.cluster.devices_per_node
         self._max_queued = config.rollout.max_queued * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
@@ -204,14 +206,14 @@ class Monitor:
             if text == self._last_stay or now - self._stay_at < STAY_RECORD_S or not decision.candidates:
                 return
             self._last_stay, self._stay_at = text, now
-        self._number += 1
+        number = next(self.numbers)
         if decision.moves:
-            self._open.append((self._number, now, decision, []))
+            self._open.append((number, now, decision, []))
             self._last_stay = ""
         if self._journal is not None:
             self._journal.append(
                 "decision",
-                number=self._number,
+                number=number,
                 iteration=self.iteration,
                 at_s=round(now - self._began, 3),
                 seconds=round(seconds, 5),

@@ -103,6 +103,8 @@ def test_every_candidate_trains_every_sample_once_and_is_in_the_results(tmp_path
     log.close()
     results = json.loads((tmp_path / "bench.json").read_text())
     assert set(results["rounds"]) == CANDIDATES and {len(each) for each in results["rounds"].values()} == {2}
+    shared, own = (monitor for monitor, _ in bench.learned.values())
+    assert shared is not own and shared.numbers is own.numbers, "no two decisions in the journal have one number"
     assert len(bench.trainer.steps) == 3 + 2 * len(CANDIDATES), "three are not counted"
     assert all(len(step) == 18 and set(step.values()) == {1} for step in bench.trainer.steps)
     assert {line["candidate"] for line in bench.traces} == CANDIDATES
