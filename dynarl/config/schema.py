@@ -107,7 +107,7 @@ class Policy(Section):
             "roles take turns at its devices by themselves, as soon as the work there allows"
         ),
     ] = "job"
-    dwell_s: Annotated[NonNegative, doc("least time between two moves")] = 0.3
+    dwell_s: Annotated[NonNegative, doc("least time between two moves while answers are generated")] = 0.3
     vote_timeout_s: Annotated[NonNegative, doc("a move not agreed on by then is cancelled")] = 10.0
 
 

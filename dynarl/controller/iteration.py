@@ -364,7 +364,10 @@ class Iteration:
     # --- roles
 
     def _consider(self, to_train: Minibatch) -> None:
-        if self._change is not None or self._clock() - self._last_change < self._policy.dwell_s:
+        if self._change is not None:
+            return
+        # Once all answers are there nodes go one way, and nothing can swing.
+        if self.ledger.num_live and self._clock() - self._last_change < self._policy.dwell_s:
             return
         if not self._train or self._policy.name == "static":
             return
@@ -426,9 +429,7 @@ class Iteration:
                 return
             reason = f"{self.ledger.num_live} requests live, " + ", ".join(
                 f"{self.ledger.num_in_state(s)} groups {s}" for s in ("generated", "scored", "accumulated"))
-            # After the first minibatch trainers are ahead of the weights that generated and score.
-            for weights, part in ((self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
-                                  (self.weights, {n: r for n, r in moves.items() if r != "training"})):
+            for weights, part in self._by_weights(moves):
                 if part and not self._given_up:
                     sources = dict(self._epochs.roles)
                     with self.requests.asking(part):
@@ -455,6 +456,14 @@ class Iteration:
         except wire.CallError as error:  # it is wanted again as long as it is needed
             log.warning("a node did not switch: %s", error)
             await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _by_weights(self, moves: dict[str, str]) -> list[tuple[Weights, dict[str, str]]]:
+        """These moves as changes of roles: one, where all need the same weights."""
+        if self.training_weights == self.weights:
+            return [(self.weights, moves)]
+        # After the first minibatch trainers are ahead of the weights that generated and score.
+        return [(self.training_weights, {n: r for n, r in moves.items() if r == "training"}),
+                (self.weights, {n: r for n, r in moves.items() if r != "training"})]
 
     def _num_to_generate(self) -> int:
         """Requests that need a rollout node. One that a node has finished while it left is not among them, though its

@@ -30,6 +30,8 @@ from dynarl.scheduler.telemetry import Instance, figures_interval_s, summarize
 # Of the controller's time, the most that decisions take: after one that took 2 ms the next is 0.4 s later, unless a
 # component has run out of work.
 DECISION_SHARE = 0.005
+# The same where a component has work for more or fewer of its nodes than at the last look.
+URGENT_SHARE = 0.05
 LOOK_S = 0.1
 # A node whose rate at its load is so many times below the median is named as slow.
 SLOW = 2.0
@@ -51,16 +53,16 @@ class Monitor:
         first_number: int = 0,
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] = time.perf_counter,
-        figures_gap_s: float = FIGURES_GAP_S,
+        figures_gap_s: float | None = None,
     ):
         self._config, self._journal, self.clock = config, journal, clock
-        self.stopwatch, self._figures_gap_s = stopwatch, figures_gap_s
+        self.stopwatch = stopwatch
         self.numbers = itertools.count(first_number + 1)  # of decisions on record
         self._max_running = config.rollout.max_running * config.cluster.devices_per_node
         self._max_queued = config.rollout.max_queued * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
         workers = config.cluster.nodes * config.cluster.devices_per_node
-        self._figures_gap_s = max(FIGURES_GAP_S, FIGURES_GAP * figures_interval_s(workers))
+        self._figures_gap_s = figures_gap_s or max(FIGURES_GAP_S, FIGURES_GAP * figures_interval_s(workers))
         self.lengths = Lengths(config.algorithm.max_response_tokens)
         self.overhead = Overhead()
         self._workers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # node -> worker -> its last figures
@@ -82,7 +84,8 @@ class Monitor:
         self.worked: Counter[str] = Counter()  # role -> seconds of nodes with its leases
         self._open: list[tuple[int, float, Decision, list[float]]] = []
         self._last_stay, self._stay_at = "", -math.inf
-        self.look_at, self._state = -math.inf, None
+        self.look_at = self._urgent_at = -math.inf
+        self._state = self._needed = None
         self.lengths.next_iteration()
 
     # --- what happens
@@ -183,12 +186,15 @@ class Monitor:
         """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)}
         without workers; wanted: whether a component may take a group now. The answer is put on record."""
         roles = {node: role for node, role in roles.items() if (node, role) not in down} if down else dict(roles)
-        # What cannot wait for the next look: a component ran out of work or got some, or nodes are others.
-        state = not ledger.num_live, not ledger.num_in_state("generated"), not ledger.num_in_state("scored"), roles
+        count, nodes = ledger.num_in_state, Counter(roles.values())
+        # What cannot wait for the next look: a component got work or ran out of it, or nodes are others; and, if the last
+        # look is a while ago, that it has work for other numbers of its nodes.
+        state = not ledger.num_live, not count("generated"), not count("scored"), roles
+        needed = min(count("generated", "scoring"), nodes["inference"]), min(count("scored", "training"), nodes["training"])
         now = self.clock()
-        if now < self.look_at and state == self._state:
+        if now < self.look_at and state == self._state and (needed == self._needed or now < self._urgent_at):
             return {}
-        if ledger.num_in_state("generating") == len(ledger.groups) and set(roles.values()) == {"rollout"}:
+        if count("generating") == len(ledger.groups) and nodes["rollout"] == len(roles):
             return {}  # there is nothing else to do
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
@@ -196,7 +202,8 @@ class Monitor:
         seen = self.situation(ledger, roles, may, wanted, needs_scoring, units)
         decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
         seconds = self.stopwatch() - began
-        self.look_at, self._state = now + max(LOOK_S, seconds / DECISION_SHARE), state
+        self.look_at, self._urgent_at = now + max(LOOK_S, seconds / DECISION_SHARE), now + seconds / URGENT_SHARE
+        self._state, self._needed = state, needed
         self._record(decision, now, seconds, seen)
         return decision.moves
 

@@ -9,7 +9,7 @@ The rule, in five lines:
 - Nobody leaves rollout unless the others hold all live requests and their KV memory, there are complete groups that
   nobody works on, one each, and `min_rollout_nodes` stay. While requests live and nobody generates, one node returns
   at once.
-- Nothing moves while weights are on their way, nor within `dwell_s` of the last move.
+- Nothing moves while weights are on their way, nor, as long as requests live, within `dwell_s` of the last move.
 
 Components come from the situation, in pipeline order; nothing here names one. Pure: what is the same gets the same
 answer.
@@ -76,7 +76,7 @@ def decide(
     pool = Pool(situation)
     if situation.live and not pool.now[situation.generator]:
         return _call_back(situation, pool)
-    if since_move_s < policy.dwell_s:
+    if situation.live and since_move_s < policy.dwell_s:
         return Decision(
             {}, f"Stay: the last move was {since_move_s:.2f} s ago, and policy.dwell_s is {policy.dwell_s:g}."
         )

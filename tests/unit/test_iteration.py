@@ -2,6 +2,7 @@
 every sample of the step, once."""
 
 import asyncio
+import time
 from collections import Counter
 
 import msgspec
@@ -11,13 +12,13 @@ from pretend_cluster import TURN, WEIGHTS, Cluster, VirtualTime
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Dataflow, Policy, Rollout
 from dynarl.controller import requests, router
-from dynarl.controller.epochs import Epochs, Outcome
+from dynarl.controller.epochs import Epochs, Outcome, Weights
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow import speeds
 from dynarl.hypergraph import journal
 from dynarl.hypergraph.check import check
-from dynarl.scheduler.policy import capabilities, start_roles
+from dynarl.scheduler.policy import View, capabilities, start_roles
 
 
 def describe(log, home, may, policy):
@@ -374,6 +375,28 @@ def test_what_a_node_has_given_up_is_known_before_its_death_is_settled(how, tmp_
         runner.run(scenario())
 
 
+def test_moves_that_need_the_same_weights_are_one_change(tmp_path):
+    iteration, _ = bare(homes(3, 0, 1), ["1:0:0"], tmp_path)
+    moves = {"n1": "inference", "n2": "training"}
+    assert iteration._by_weights(moves) == [(WEIGHTS, moves)]
+    iteration.training_weights = ahead = Weights(WEIGHTS.version + 1, "f00d")
+    assert iteration._by_weights(moves) == [(ahead, {"n2": "training"}), (WEIGHTS, {"n1": "inference"})]
+
+
+def test_nodes_need_not_dwell_once_all_answers_are_there(tmp_path):
+    iteration, _ = bare(homes(1, 0, 1), ["1:0:0"], tmp_path)
+    iteration._policy = Policy(name="threshold", dwell_s=100.0)
+    looked: list = []
+    iteration.view = lambda to_train: looked.append(to_train) or View({}, {})
+    iteration._last_change = time.monotonic()
+    iteration._consider([])
+    assert looked == []
+    iteration.ledger.dispatch("n1", ["1:0:0"])
+    finished(iteration, "n1", "1:0:0")
+    iteration._consider([])
+    assert len(looked) == 1
+
+
 def test_a_move_that_is_refused_is_not_wanted_again_at_once(tmp_path):
     policy, home = POLICIES["eager"][1], homes(2, 0, 1)
     log = journal.Journal(tmp_path / "journal.jsonl")
@@ -405,6 +428,7 @@ def test_of_an_iteration_that_is_given_up_no_further_change_of_roles_begins(tmp_
             return Outcome(1, True)
 
         iteration._epochs.change = change
+        iteration.training_weights = Weights(WEIGHTS.version + 1, "f00d")  # so that it has two halves
         running = asyncio.create_task(iteration._until(lambda: True, lambda: []))
         iteration._begin({"n1": "training", "n2": "inference"})
         moving = iteration._change

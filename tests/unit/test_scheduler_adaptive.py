@@ -196,10 +196,11 @@ def test_nobody_leaves_before_a_complete_group_waits():
     assert len(ask(one).moves) <= 1
 
 
-def test_nothing_moves_within_the_dwell_time():
-    situation = seen(6, to_score=24)
+def test_nothing_moves_within_the_dwell_time_while_requests_live():
+    situation = seen(8, live=6, to_score=20, to_train=20, so_far=60)
     assert ask(situation, since_move_s=0.05).moves == {}
     assert ask(situation, since_move_s=0.15).moves
+    assert ask(seen(6, to_score=24), since_move_s=0.05).moves
 
 
 def test_requests_that_a_fault_left_with_nobody_call_one_node_back_at_once():

@@ -145,6 +145,27 @@ def test_a_decision_and_what_came_of_it_are_on_record(clock, log, tmp_path):
     assert learning.costs.moves.seconds("rollout", "training") == 0.4 and learning.costs.finish.last
 
 
+def test_it_looks_again_when_a_node_has_nothing_left_to_do(clock):
+    """Two nodes train: at two groups both have one, at one group one of them is free, and nobody waits for the next look."""
+    learning, ledger = monitor(clock), busy_ledger()
+    roles = {"n1": "rollout", "n2": "training", "n3": "training"}
+    looked = []
+    learning.situation = lambda *args, inner=learning.situation: looked.append(clock.now) or inner(*args)
+
+    def look() -> int:
+        learning.consult(POLICY, ledger, roles, MAY, set(), set(ledger.groups), False, REPLICAS, 1e9)
+        return len(looked)
+
+    assert look() == 1
+    leases = [ledger.lease(group, "n2") for group in ledger.in_state("scored")]
+    assert look() == 2, "no group waits any more"
+    for lease in leases[:-2]:
+        ledger.accumulated(lease)
+    assert look() == 2
+    ledger.accumulated(leases[-2])
+    assert look() == 3
+
+
 def test_decisions_take_no_more_than_their_share_of_the_time(clock):
     learning = monitor(clock)
     ledger = Ledger(["1:0:0", "1:0:1"], scored_by_inference=False)
