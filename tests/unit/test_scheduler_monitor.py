@@ -1,5 +1,7 @@
 """What the controller learns for the scheduler, on a clock that the test moves."""
 
+import itertools
+
 import pytest
 
 from dynarl.config.schema import Config, Policy, Rollout
@@ -146,14 +148,15 @@ def test_a_decision_and_what_came_of_it_are_on_record(clock, log, tmp_path):
 
 
 def test_it_looks_again_when_a_node_has_nothing_left_to_do(clock):
-    """Two nodes train: at two groups both have one, at one group one of them is free, and nobody waits for the next look."""
+    """Two nodes train: at two groups both have one, at one group one of them is free, and nobody waits for the next look, but for a moment."""
     learning, ledger = monitor(clock), busy_ledger()
+    learning.stopwatch = itertools.count(0.0, 0.001).__next__  # a decision takes a millisecond
     roles = {"n1": "rollout", "n2": "training", "n3": "training"}
     looked = []
     learning.situation = lambda *args, inner=learning.situation: looked.append(clock.now) or inner(*args)
 
     def look() -> int:
-        learning.consult(POLICY, ledger, roles, MAY, set(), set(ledger.groups), False, REPLICAS, 1e9)
+        learning.consult(POLICY, ledger, roles, MAY, set(), lambda group: True, False, REPLICAS, 1e9)
         return len(looked)
 
     assert look() == 1
@@ -161,6 +164,7 @@ def test_it_looks_again_when_a_node_has_nothing_left_to_do(clock):
     assert look() == 2, "no group waits any more"
     for lease in leases[:-2]:
         ledger.accumulated(lease)
+    clock.now += 0.1
     assert look() == 2
     ledger.accumulated(leases[-2])
     assert look() == 3
