@@ -23,7 +23,7 @@ import numpy as np
 TOLERANCE = 1e-12
 # Of many messages that end at different times, this share is retired before rates are computed anew. Below twice its
 # inverse every end counts: the time is exact.
-RETIRED = 1 / 64
+RETIRED = 1 / 16
 
 
 def max_min_rates(routes: np.ndarray, capacity: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -65,7 +65,7 @@ def drain_seconds(routes: np.ndarray, nbytes: np.ndarray, capacity_bytes_per_s: 
     """Seconds until the last byte of messages that start together is sent, rates anew whenever some have ended.
 
     Of many messages, the first to end keep their rate until RETIRED of them have: that bounds the work, never shortens
-    what a link needs for its bytes, and is exact below 128 messages. Infinite where a link has no capacity.
+    what a link needs for its bytes, and is exact below 32 messages. Infinite where a link has no capacity.
     """
     left, elapsed_s = np.asarray(nbytes, dtype=float), 0.0
     going = (left > 0) & (routes >= 0).any(axis=1)

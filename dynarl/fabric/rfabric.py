@@ -63,6 +63,11 @@ class RFabric:
         positive(**{name: getattr(self, name) for name in counts + rates})
         times = ("reconfiguration_s", "nvlink_latency_s", "network_latency_s")
         not_negative(**{name: getattr(self, name) for name in times})
+        if self.circuit_bytes_per_s <= self.electrical_bytes_per_s:
+            raise ValueError(
+                f"circuit_bytes_per_s {self.circuit_bytes_per_s:g} is not above electrical_bytes_per_s "
+                f"{self.electrical_bytes_per_s:g}: pods would be better off without circuits"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -117,7 +122,7 @@ class RFabric:
 
     def circuits_for(self, demand: np.ndarray, current: Circuits = NO_CIRCUITS) -> Circuits:
         """Circuits for bytes [pods, pods] between pods, one after the other to the pair that would take longest, while
-        it has a plane free and gains: MixNet's greedy choice, on the larger of both directions.
+        it has a plane free: MixNet's greedy choice, on the larger of both directions.
 
         A pair keeps the planes that it has in `current` where it can choose; all of `current` stays where the times of
         the pairs, slowest first, would not get better.
@@ -126,14 +131,12 @@ class RFabric:
         setting = _Setting(self.uplinks, self.num_pods, current)
         open_, count = need.copy(), np.zeros_like(need)
         while True:
-            rate = self._rate(count)
-            a, b = (int(pod) for pod in np.unravel_index(np.argmax(open_ / rate), need.shape))
+            a, b = (int(pod) for pod in np.unravel_index(np.argmax(open_ / self._rate(count)), need.shape))
             if not open_[a, b]:
                 break
-            gains = (count[a, b] + 1) * self.circuit_bytes_per_s > rate[a, b]
-            if gains and setting.join(a, b):
+            if setting.join(a, b):
                 count[a, b] += 1
-            elif gains and setting.make_room(a, b):
+            elif setting.make_room(a, b):
                 # Also for pairs that had none, maybe; one of them joins next, so this comes to an end.
                 open_ = need.copy()
             else:

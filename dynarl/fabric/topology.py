@@ -69,7 +69,7 @@ class Topology:
         return PORT_NAMES[kind].format(device)
 
     def routes(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-        """The links of each pair, in order: integers [pairs, hops] padded with NO_LINK; none from a device to itself."""
+        """Links of each pair, in order: integers [pairs, hops] padded with NO_LINK; none from a device to itself."""
         src, dst = np.broadcast_arrays(np.atleast_1d(src), np.atleast_1d(dst))
         for devices in (src, dst):
             wrong = devices[(devices < 0) | (devices >= self.num_devices)]

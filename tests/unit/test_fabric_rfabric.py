@@ -98,11 +98,6 @@ def test_the_pair_that_would_take_longest_gets_more_circuits():
     assert (count[0, 1], count[0, 2], count[2, 3]) == (2, 1, 2)
 
 
-def test_circuits_that_are_no_faster_than_the_core_are_not_set():
-    slow = fabric(2, uplinks=1, circuit_bytes_per_s=10e9)
-    assert slow.circuits_for(demand(2, [(0, 1)])) == NO_CIRCUITS
-
-
 @pytest.mark.parametrize(
     ("circuits", "message"),
     [
@@ -123,6 +118,7 @@ def test_settings_that_cannot_be_are_refused(circuits, message):
         ({"circuit_bytes_per_s": 0}, "circuit_bytes_per_s is 0"),
         ({"electrical_bytes_per_s": -1}, "electrical_bytes_per_s is -1"),
         ({"uplinks": 0}, "uplinks is 0"),
+        ({"circuit_bytes_per_s": 10e9}, "circuit_bytes_per_s 1e[+]10 is not above electrical_bytes_per_s 1.25e[+]10"),
         ({"reconfiguration_s": inf}, "reconfiguration_s is inf"),
     ],
 )
@@ -228,6 +224,7 @@ def test_a_change_waits_for_messages_and_touches_only_what_changes():
     network.finish(going)
     ready_ns = switch.program(ended_ns)
     assert ready_ns == ended_ns + 10 * MS and switch.epoch == 0
+    assert "core" in network.topology.link_name(network.topology.route(0, 2)[1])
     ended_ns, transfer = network.next_completion()
     assert transfer == late and ended_ns < ready_ns
     network.advance(ended_ns)
@@ -240,6 +237,18 @@ def test_a_change_waits_for_messages_and_touches_only_what_changes():
     assert "core" in network.topology.link_name(network.topology.route(0, 1)[1])
     # 5 GB at the rate of a NIC all the time.
     assert network.next_completion() == (100 * MS, staying)
+
+
+def test_circuits_that_stay_carry_what_was_on_those_that_go():
+    optical = fabric(circuit_bytes_per_s=25e9)
+    both, one = frozenset({Circuit(0, 0, 1), Circuit(1, 0, 1)}), frozenset({Circuit(0, 0, 1)})
+    network = FlowNetwork(optical.topology(both))
+    switch = CircuitSwitch(optical, network, both)
+    network.start(0, 0, 1, 100 * MS)  # at 50 GB/s for 1 ms, then at 25 for 2
+    switch.prepare(MS, one)
+    assert network.next_completion() == (3 * MS, 0) and not switch.waits_for()
+    switch.program(MS)
+    assert network.next_completion() == (3 * MS, 0)
 
 
 def test_a_change_can_be_given_up_until_mirrors_move():
