@@ -34,7 +34,7 @@ import numpy as np
 
 from dynarl.fabric.topology import Topology
 
-# A phase of more messages is not laid out: with so many, from 512 devices to each other, sharing takes seconds to solve.
+# A phase of more messages is not laid out: with so many, from 512 devices to each other, it takes seconds to solve.
 MOST_MESSAGES = 2**18
 # Below this a chunk's time is its latency, whatever the link's rate.
 LEAST_CHUNK_BYTES = 64 * 1024

@@ -159,6 +159,7 @@ class FlowNetwork:
         self._epoch += 1
 
     def tag(self, transfer: int) -> object:
+        """What `start` was given for it."""
         return self._transfers[transfer].tag
 
     def users(self, links: Iterable[int]) -> dict[int, object]:
@@ -207,7 +208,8 @@ class FlowNetwork:
         left = self._left(rows[region])
         rows["left"][region], rows["rate"][region], rows["since_ns"][region] = left, rate, self.now_ns
         moves = rate > 0
-        needed_ns = left[moves] / rate[moves] * 1e9
+        # At most a century: what takes longer must not overflow.
+        needed_ns = np.minimum(left[moves] / rate[moves] * 1e9, 2.0**61)
         rows["due_ns"][region] = NEVER
         # What rounding of floats adds must not cost a nanosecond.
         rows["due_ns"][region[moves]] = self.now_ns + np.ceil(needed_ns * (1 - TOLERANCE) - 1e-6).astype(np.int64)

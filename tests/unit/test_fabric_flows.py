@@ -201,6 +201,12 @@ def test_a_large_set_drains_at_most_a_little_late():
     )
 
 
+def test_ages_do_not_overflow():
+    network = FlowNetwork(single_switch(2, 1, nic_bytes_per_s=1e-3, nvlink_bytes_per_s=1.0))
+    network.start(0, 0, 1, 10**15)
+    assert network.next_completion()[0] > 10**18
+
+
 def test_calls_that_cannot_be_are_refused():
     network = FlowNetwork(SWITCH)
     transfer = network.start(10, 0, 1, 1000)

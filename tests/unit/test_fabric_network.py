@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynarl.fabric import collectives
 from dynarl.fabric.collectives import OPERATIONS, algorithms, tree_parents
 from dynarl.fabric.network import AnalyticNetwork, FlowLevelNetwork, Operation
 from dynarl.fabric.topology import fat_tree, rail_optimised, single_switch
@@ -81,6 +82,13 @@ def test_a_hierarchy_is_the_sum_of_its_levels(level):
     assert found["direct"] == pytest.approx(31 * ALPHA + away, rel=1e-12)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_group_too_large_to_send_all_at_once_goes_in_shifts(level, monkeypatch):
+    direct = by_algorithm(level(FLAT), "all_to_all", range(12), 10**8)["direct"]
+    monkeypatch.setattr(collectives, "MOST_MESSAGES", 12 * 11 - 1)
+    assert by_algorithm(level(FLAT), "all_to_all", range(12), 10**8) == {"pairwise": pytest.approx(direct, rel=1e-12)}
+
+
 def test_small_messages_take_the_tree_and_large_ones_the_ring():
     network = AnalyticNetwork(FLAT)
     assert network.cost("all_reduce", range(64), 10**3).algorithm == "tree"
@@ -93,7 +101,7 @@ def test_both_trees_reach_everybody_and_no_port_carries_more_than_the_message(n)
     for child in sorted(range(1, n), key=lambda c: -(c & -c)):
         depth[child] = depth[tree_parents(n)[child - 1]] + 1
     assert depth.max() == ceil(log2(n))
-    (down,) = algorithms(FLAT if n <= 64 else single_switch(n, 1, NIC, NVLINK), "broadcast", range(n))["tree"]
+    (down,) = algorithms(single_switch(n, 1, NIC, NVLINK), "broadcast", range(n))["tree"]
     sent, received = np.bincount(down.src, minlength=n) * down.share, np.bincount(down.dst, minlength=n) * down.share
     assert (received == [0.0] + [1.0] * (n - 1)).all() and sent.max() <= 1.0
 
