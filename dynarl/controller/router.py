@@ -26,8 +26,8 @@ FRESH_SHARE = 1 / 8
 # Speeds are learned over many readings, and requests grow slowly: whether nodes are equally fast, and what memory of a node
 # its requests will have taken in the end, is looked at so often.
 SPEEDS_S, MEMORY_S = 1.0, 2.0
-# So many times fewer requests than run already are given out one by one.
-FEW = 8
+# Speeds come in steps of 19 % (`speeds.STEPS_PER_OCTAVE`): of two that are one step apart the difference may be noise.
+EQUAL = 1.25
 # Where there are many nodes, so many of those that end last, of those that end first and of the fastest are looked at
 # for moves. The others are in between, and there is a next look.
 LOOKED_AT = 6
@@ -96,12 +96,13 @@ class Router:
         if not free:
             return {}
         self._refresh(ledger, nodes, now)
-        waiting = [self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
-                   for sample in ledger.waiting(sum(free.values()))]
+        samples = ledger.waiting(sum(free.values()))
+        requests = (self._request(s, self._tokens.get(s, 0), ledger.partial.get(s)) for s in samples)
         equal = self._equally_fast(nodes, now)
-        if equal and FEW * len(waiting) < sum(ledger.num_running_on(node) for node in free):
-            assigned = self._fill_up(ledger, free, waiting, now)
+        if equal and len(samples) < sum(ledger.num_running_on(node) for node in free):
+            assigned = self._fill_up(ledger, free, requests, now)
         else:  # of equal nodes the full ones need not be looked at
+            waiting = list(requests)
             backlog = (ledger.num_waiting - len(waiting)) * self._remaining[0]
             seen = [self._instance(ledger, node, now) for node in (free if equal else nodes)]
             assigned = route(waiting, seen, backlog).assigned
@@ -141,16 +142,16 @@ class Router:
         return taken * running / of
 
     def _fill_up(
-        self, ledger: Ledger, free: dict[str, int], waiting: list[Request], now: float
+        self, ledger: Ledger, free: dict[str, int], waiting: Iterable[Request], now: float
     ) -> dict[str, list[str]]:
-        """As `route`, for a few requests among many that run: each in its turn, where its tokens are or else where the
+        """As `route`, for fewer requests than run there already: each in its turn, where its tokens are or else where the
         fewest tokens are to come, as far as memory goes."""
         taken = {node: self._kv_taken(ledger, node, now) if ledger.num_running_on(node) else 0.0 for node in free}
         left, assigned = dict(free), defaultdict(list)
         for request in waiting:
             need = request.kv_tokens
             able = [n for n in left if taken[n] + need <= self._kv_of.get(n, math.inf) or not taken[n]]
-            if not able:
+            if not able:  # nor would those behind it: it is not to be passed over for ever
                 break
             node = request.home if request.home in able else min(able, key=taken.__getitem__)
             assigned[node].append(request.sample)
@@ -162,7 +163,8 @@ class Router:
 
     def _equally_fast(self, nodes: list[str], now: float) -> bool:
         if now >= self._equal_until:
-            self._equal, self._equal_until = len({self._speed(node) for node in nodes}) <= 1, now + SPEEDS_S
+            steps = [sum(self._speed(node)) for node in nodes]
+            self._equal, self._equal_until = max(steps) < EQUAL * min(steps), now + SPEEDS_S
         return self._equal
 
     def handed_out(self, samples: Iterable[str], now: float) -> None:

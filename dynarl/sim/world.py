@@ -82,8 +82,8 @@ class World:
     weight_bytes: int = 0
     sample_bytes: int = 12
     tools_at_once: int | None = None
-    figures_s: float = 2.0
-    decision_s: float = 0.02
+    figures_s: float = 5.0
+    decision_s: float = 0.05
     failures: Sequence[Failure] = field(default=())
 
     def __post_init__(self) -> None:
