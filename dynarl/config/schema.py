@@ -16,6 +16,12 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Meta(ge=0.0)]
 
 
+# Policies under which every node takes every role, one after another; under LENDING ones training and inference nodes
+# generate as well, whatever policy.lend_owners says.
+TAKING_TURNS = ("colocated", "in_turn")
+LENDING = (*TAKING_TURNS, "published")
+
+
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections: unknown keys are refused."""
 
@@ -83,16 +89,28 @@ class Policy(Section):
     """Which nodes change role, and when."""
 
     name: Annotated[
-        Literal["static", "threshold", "adaptive", "colocated"],
+        Literal["static", "threshold", "adaptive", "colocated", "in_turn", "published"],
         doc(
             "static: nobody moves. threshold: rollout nodes leave as running requests fall. "
             "adaptive: nodes move where a forecast of the iteration's end says that it pays. "
-            "colocated: all nodes take all roles in turn"
+            "colocated: all nodes generate, then share inference and training. To compare with: "
+            "in_turn: all nodes generate, then all score, then all train; "
+            "published: DynaRL's rule, all generate, then home roles, then changes before a minibatch only"
         ),
     ] = "threshold"
     threshold: Annotated[
         Positive, doc("a rollout node is released when the requests left would fit on the others at this many per node")
     ] = 8
+    trigger: Annotated[
+        Fraction, doc("of published: share of the requests that are left when nodes return to their home roles")
+    ] = 0.2
+    shares: Annotated[
+        Literal["pulled", "even"],
+        doc(
+            "groups of a minibatch for each training replica. pulled: the next one when it is free. even: the same number "
+            "for each, however long they are"
+        ),
+    ] = "pulled"
     min_rollout_nodes: Annotated[Positive, doc("rollout nodes that stay until the last request has finished")] = 1
     lend_owners: Annotated[
         bool, doc("training and inference nodes also generate while they have nothing else to do")

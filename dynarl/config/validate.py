@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dynarl import rundir
 from dynarl.config import degrees
-from dynarl.config.schema import Config
+from dynarl.config.schema import TAKING_TURNS, Config
 from dynarl.errors import ConfigError
 from dynarl.hypergraph import workflow
 from dynarl.slurm import environ, timelimit
@@ -183,7 +183,7 @@ def _plan(config: Config) -> Iterator[str]:
 
 def _policy(config: Config) -> Iterator[str]:
     policy, split = config.policy, config.split
-    if policy.name == "colocated":
+    if policy.name in TAKING_TURNS:
         return
     if split.rollout == 0:
         hint = (
@@ -224,7 +224,7 @@ def _model(config: Config) -> Iterator[str]:
     devices = config.cluster.devices_per_node
     split = config.split
     most = split.training + split.rollout
-    if config.policy.name != "colocated":
+    if config.policy.name not in TAKING_TURNS:
         most -= config.policy.min_rollout_nodes if config.policy.name == "threshold" else 1
 
     def owners_of(layout: degrees.Degrees) -> tuple[int, str]:

@@ -29,6 +29,7 @@ from dynarl.hypergraph import workflow
 from dynarl.rl.advantages import group_advantages, is_flat
 from dynarl.rl.truncation import judge
 from dynarl.scheduler.policy import ROLES, View, decide, take_turns
+from dynarl.scheduler.published import Boundaries, in_turn
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Iteration:
         self._monitor = monitor or Monitor(config)
         self._clock = self._monitor.clock
         self.ledger = Ledger(samples, scored_by_inference=scored_by_inference, leases=lease_numbers)
+        self._num_samples = len(samples)
         algorithm = config.algorithm
         self._minibatches = Minibatches(
             list(self.ledger.groups.values()), algorithm.minibatches, algorithm.membership == "completion"
@@ -102,6 +104,8 @@ class Iteration:
             )
             for role in ("inference", "training")
         }
+        self._boundaries = Boundaries(self._policy, epochs.home)
+        self._minibatch = 0
         self.tally = Tally(self._clock())
         self.training_weights = weights
         self._leaving: set[str] = set()
@@ -128,6 +132,7 @@ class Iteration:
 
     async def accumulate(self, index: int) -> list[Group]:
         """Until the gradients of a minibatch are in the trainers' buffers. Returns its groups."""
+        self._minibatch = index
         if self._turns is not None:
             weights = {role: self.training_weights if role == "training" else self.weights for role in ROLES}
             await self._turns.begin(weights)
@@ -247,7 +252,9 @@ class Iteration:
         if self._needs_scoring and self.ledger.num_in_state("generated"):
             self.leases.hand_out("inference", self._to_score(), self._at_work("inference"), lambda sample: {})
         if self.ledger.num_in_state("scored"):
-            self.leases.hand_out("training", self._to_train(to_train), self._at_work("training"), self._of_sample)
+            among = to_train.groups if self._policy.shares == "even" else None
+            self.leases.hand_out(
+                "training", self._to_train(to_train), self._at_work("training"), self._of_sample, among)
 
     def _to_score(self) -> Iterator[Group]:
         """Groups that inference may take now."""
@@ -381,6 +388,10 @@ class Iteration:
                     self._policy, self.ledger, self._epochs.roles, self._may, self._down,
                     lambda group: self._is_offered(group) and (group.state == "generated" or group.name in to_train.names),
                     self._needs_scoring, self.leases.replicas, self._clock() - self._last_change)
+            elif self._policy.name == "published":
+                moves = self._boundaries.decide(self.view(to_train))
+            elif self._policy.name == "in_turn":
+                moves = in_turn(self.view(to_train))
             else:
                 moves = decide(self._policy, self.view(to_train))
         # A role without living workers on that node is no destination.
@@ -405,7 +416,9 @@ class Iteration:
             roles=roles, may=self._may, waiting=self.ledger.num_waiting, generating=count("generating"),
             running={n: self.ledger.num_running_on(n) for n, r in roles.items() if r == "rollout"},
             needs_scoring=self._needs_scoring, to_score=sum(1 for _ in self._to_score()), scoring=count("scoring"),
-            to_train=sum(1 for _ in self._to_train(to_train)), training=count("training"))
+            to_train=sum(1 for _ in self._to_train(to_train)), training=count("training"),
+            minibatch=self._minibatch, num_samples=self._num_samples, num_groups=len(self.ledger.groups),
+            num_complete=len(self.ledger.groups) - count("generating"))
 
     def count_node_seconds(self) -> None:
         """Add the time since the last call to the roles that the nodes have had since then."""

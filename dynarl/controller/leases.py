@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from typing import Any, Awaitable, Callable, Iterable, Mapping
+from typing import Any, Awaitable, Callable, Iterable, Mapping, Sequence
 
 from dynarl import wire
 from dynarl.controller.fleet import Fleet
@@ -38,18 +38,24 @@ class Leases:
         self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
 
     def hand_out(
-        self, role: str, groups: Iterable[Group], at_work: list[str], of_sample: Callable[[str], dict]
-    ) -> None:
+        self, role: str, groups: Iterable[Group], at_work: list[str], of_sample: Callable[[str], dict],
+        among: Sequence[Group] | None = None,
+    ) -> None:  # fmt: skip
         """Give groups to the replicas with the fewest leases. at_work: nodes that take work of the role, the same list
-        as long as they do; of_sample: what the workers are told of a sample besides its name and holder."""
+        as long as they do; of_sample: what the workers are told of a sample besides its name and holder; among: all
+        groups of the minibatch, where every replica gets an even share of them."""
         replicas = self._replicas_of(role, at_work)
         if role in self._full:
             return
+        room = _room(among, replicas) if among is not None else None
         for group in groups:
-            replica = min(replicas, key=lambda r: self._held[role, r], default=None)
+            able = replicas if room is None else [replica for replica in replicas if room[replica.nodes] > 0]
+            replica = min(able, key=lambda r: self._held[role, r], default=None)
             if replica is None or self._held[role, replica] >= PER_REPLICA:
                 self._full.add(role)
                 return
+            if room is not None:
+                room[replica.nodes] -= 1
             lease = self._ledger.lease(group, replica.nodes[0])
             self.at[lease] = (role, replica)
             self._held[role, replica] += 1
@@ -123,3 +129,12 @@ class Leases:
         held = {group.lease for group in self._ledger.in_state("scoring", "training")}
         for lease in [lease for lease, where in self.at.items() if node in where[1].nodes and lease not in held]:
             self._take(lease)
+
+
+def _room(among: Sequence[Group], replicas: list[Replica]) -> dict[tuple[str, ...], int]:
+    """What the nodes of each replica may still get of these groups: its even share, rounded up, less what it has had.
+    Shares follow the replicas that are at work now, so that nothing is left over when one is lost."""
+    had = Counter(group.node for group in among if group.state in ("training", "accumulated", "trained"))
+    share = -(-len(among) // max(len(replicas), 1))
+    beside = Counter(replica.nodes for replica in replicas)
+    return {nodes: share * count - had[nodes[0]] for nodes, count in beside.items()}

@@ -7,7 +7,7 @@ import os
 import subprocess
 
 from dynarl.config import degrees
-from dynarl.config.schema import Config
+from dynarl.config.schema import TAKING_TURNS, Config
 from dynarl.errors import ConfigError
 from dynarl.slurm import environ, hostlist
 
@@ -57,7 +57,7 @@ def assign_homes(config: Config, nodes: list[str]) -> dict[str, str]:
     """
     split = config.split
     training = split.training
-    if len(nodes) < training + (config.policy.name != "colocated"):
+    if len(nodes) < training + (config.policy.name not in TAKING_TURNS):
         raise ConfigError(
             f"{len(nodes)} node(s) are left ({', '.join(nodes)}), too few for {training} training node(s) "
             "and a rollout node"
@@ -79,7 +79,7 @@ def with_trainers(config: Config, home: dict[str, str], num_training: int) -> di
     if num_training in (0, sum(role == "training" for role in home.values())):
         return home
     able = [node for wanted in ("training", "rollout") for node, role in home.items() if role == wanted]
-    most = len(able) - (config.policy.name != "colocated")
+    most = len(able) - (config.policy.name not in TAKING_TURNS)
     if num_training > most:
         raise ConfigError(f"nodes={num_training} for the trainer, but of {len(able)} that train or generate {most} can")
     training = able[:num_training]

@@ -76,7 +76,8 @@ def _move(graph: Graph, move: Move) -> Iterator[str]:
 
 
 def _lends(graph: Graph) -> bool:
-    return graph.setting("policy", "name") == "colocated" or graph.setting("policy", "lend_owners", False)
+    lending = ("colocated", "in_turn", "published")  # whatever policy.lend_owners says
+    return graph.setting("policy", "name") in lending or graph.setting("policy", "lend_owners", False)
 
 
 def _workers(graph: Graph, node: str, role: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dynarl.config.schema import Policy
+from dynarl.config.schema import LENDING, TAKING_TURNS, Policy
 
 ROLES = ("rollout", "inference", "training")
 
@@ -33,7 +33,8 @@ class View:
     """What the decision sees. Group counts are of the running iteration (or minibatch).
 
     roles: active role of each node; may: roles each node can take; running: live requests on each rollout node;
-    needs_scoring: the inference role recomputes old log-probabilities in this job.
+    needs_scoring: the inference role recomputes old log-probabilities in this job. minibatch: index of the running one;
+    num_samples, num_groups: of the whole iteration; num_complete: groups whose answers are all there.
     """
 
     roles: dict[str, str]
@@ -46,34 +47,44 @@ class View:
     scoring: int = 0
     to_train: int = 0
     training: int = 0
+    minibatch: int = 0
+    num_samples: int = 0
+    num_groups: int = 0
+    num_complete: int = 0
+
+    @property
+    def live(self) -> int:
+        """Requests that are not finished."""
+        return self.waiting + sum(self.running.values())
 
 
 def capabilities(policy: Policy, home: dict[str, str]) -> dict[str, frozenset[str]]:
     """The roles that each node may take under `policy`, from its home role."""
     if policy.name == "static":
         return {node: frozenset({role}) for node, role in home.items()}
-    if policy.name == "colocated":
+    if policy.name in TAKING_TURNS:
         return {node: frozenset(ROLES) for node in home}
-    lent = {"rollout"} if policy.lend_owners else set()
-    extra = {"rollout": {"inference", "training"} if policy.lend_owners else {"training"}, "inference": {"training"} | lent, "training": lent}
+    lends = policy.lend_owners or policy.name in LENDING
+    lent = {"rollout"} if lends else set()
+    extra = {"rollout": {"inference", "training"} if lends else {"training"}, "inference": {"training"} | lent, "training": lent}
     return {node: frozenset({role} | extra[role]) for node, role in home.items()}
 
 
 def start_roles(policy: Policy, home: dict[str, str]) -> dict[str, str]:
     """The roles at the start of an iteration."""
-    everyone_generates = policy.name == "colocated" or (policy.name in ("threshold", "adaptive") and policy.lend_owners)
+    everyone_generates = policy.name in LENDING or (policy.name != "static" and policy.lend_owners)
     return {node: "rollout" if everyone_generates else role for node, role in home.items()}
 
 
 def decide(policy: Policy, view: View) -> dict[str, str]:
     """The moves wanted now: {node: new role}. Empty: stay."""
-    return _return_to_rollout(view) or _leave_rollout(policy, view) or _balance(view)
+    return return_to_rollout(view) or _leave_rollout(policy, view) or _balance(view)
 
 
 def take_turns(view: View, free: Iterable[str]) -> dict[str, str]:
     """Roles for `free` nodes, which have nothing to do, where each node switches by itself: {node: role}."""
     if view.waiting:
-        return _return_to_rollout(view)
+        return return_to_rollout(view)
     waiting = {"inference": view.to_score, "training": view.to_train}
     roles, turns = dict(view.roles), {}
     # Who has the right role already comes first: it need not switch.
@@ -88,7 +99,8 @@ def take_turns(view: View, free: Iterable[str]) -> dict[str, str]:
     return turns
 
 
-def _return_to_rollout(view: View) -> dict[str, str]:
+def return_to_rollout(view: View) -> dict[str, str]:
+    """One node back where a fault has left requests and no node that generates."""
     if not view.waiting or "rollout" in view.roles.values():
         return {}
     # Rather one that does not train: nothing that it has accumulated can be in the way.
@@ -99,7 +111,7 @@ def _return_to_rollout(view: View) -> dict[str, str]:
 def _leave_rollout(policy: Policy, view: View) -> dict[str, str]:
     generators = [node for node, role in view.roles.items() if role == "rollout"]
     movable = [node for node in generators if len(view.may[node]) > 1]
-    live = view.waiting + sum(view.running.values())
+    live = view.live
     if policy.name == "colocated":
         keep = len(generators) if live else 0
     else:

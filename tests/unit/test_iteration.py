@@ -124,6 +124,10 @@ POLICIES = {
     "adaptive, lend owners": (homes(4, 1, 1), Policy(name="adaptive", dwell_s=0.0, lend_owners=True)),
     "by node": (homes(2, 1, 1), Policy(name="colocated", switching="node", dwell_s=0.0)),
     "one node by itself": ({"n1": "training"}, Policy(name="colocated", switching="node", dwell_s=0.0)),
+    "in turn": (homes(1, 1, 1), Policy(name="in_turn", dwell_s=0.0)),
+    "published": (homes(4, 2, 2), Policy(name="published", threshold=6, trigger=0.4, dwell_s=0.0)),
+    "even shares": (homes(1, 1, 1), Policy(name="in_turn", shares="even", dwell_s=0.0)),
+    "published, even shares": (homes(4, 1, 1), Policy(name="published", threshold=6, shares="even", dwell_s=0.0)),
     "one node": ({"n1": "training"}, Policy(name="colocated", dwell_s=0.0)),
     "static": (homes(1, 1, 1), Policy(name="static")),
 }
@@ -178,14 +182,14 @@ def often(monkeypatch):
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-@pytest.mark.parametrize("policy", ["threshold", "adaptive", "static", "colocated"])
+@pytest.mark.parametrize("policy", ["threshold", "adaptive", "static", "colocated", "in turn", "published, even shares"])
 def test_a_minibatch_of_fixed_membership_has_its_prompts_in_order(policy, minibatches, tmp_path):
     cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches)
     assert [name for batch in cluster.batches for name in batch] == list(cluster.iteration.ledger.groups)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-@pytest.mark.parametrize("policy", ["threshold", "adaptive", "static", "colocated"])
+@pytest.mark.parametrize("policy", ["threshold", "adaptive", "static", "colocated", "in turn", "published, even shares"])
 def test_a_minibatch_by_completion_has_the_first_complete_groups_once_each(policy, minibatches, tmp_path):
     cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches, membership="completion")
     assert [name for batch in cluster.batches for name in batch] == [group.name for group in cluster.iteration._completed]
