@@ -132,11 +132,11 @@ class Iteration:
 
     async def accumulate(self, index: int) -> list[Group]:
         """Until the gradients of a minibatch are in the trainers' buffers. Returns its groups."""
-        self._minibatch = index
         if self._turns is not None:
             weights = {role: self.training_weights if role == "training" else self.weights for role in ROLES}
             await self._turns.begin(weights)
-        batch = self._minibatches[index]
+        self._minibatch, batch = index, self._minibatches[index]
+        self._consider(batch)  # before anything of it is handed out
         await self._until(lambda: self._is_accumulated(index), batch)
         return batch.groups
 
@@ -251,8 +251,10 @@ class Iteration:
             return
         if self._needs_scoring and self.ledger.num_in_state("generated"):
             self.leases.hand_out("inference", self._to_score(), self._at_work("inference"), lambda sample: {})
-        if self.ledger.num_in_state("scored"):
-            among = to_train.groups if self._policy.shares == "even" else None
+        even = self._policy.shares == "even"
+        # Shares are of the trainer as it is once a change is over.
+        if self.ledger.num_in_state("scored") and not (even and self._change is not None):
+            among = to_train.groups if even else None
             self.leases.hand_out(
                 "training", self._to_train(to_train), self._at_work("training"), self._of_sample, among)
 

@@ -43,19 +43,17 @@ class Leases:
     ) -> None:  # fmt: skip
         """Give groups to the replicas with the fewest leases. at_work: nodes that take work of the role, the same list
         as long as they do; of_sample: what the workers are told of a sample besides its name and holder; among: all
-        groups of the minibatch, where every replica gets an even share of them."""
+        groups of the minibatch, where every replica gets an even share of them, in turn and at once."""
         replicas = self._replicas_of(role, at_work)
-        if role in self._full:
+        if among is None and role in self._full:
             return
-        room = _room(among, replicas) if among is not None else None
+        room = _room(among, replicas) if among is not None else {replica: PER_REPLICA - self._held[role, replica] for replica in replicas}
         for group in groups:
-            able = replicas if room is None else [replica for replica in replicas if room[replica.nodes] > 0]
-            replica = min(able, key=lambda r: self._held[role, r], default=None)
-            if replica is None or self._held[role, replica] >= PER_REPLICA:
+            replica = max(replicas, key=lambda r: room[r], default=None)
+            if replica is None or room[replica] <= 0:
                 self._full.add(role)
                 return
-            if room is not None:
-                room[replica.nodes] -= 1
+            room[replica] -= 1
             lease = self._ledger.lease(group, replica.nodes[0])
             self.at[lease] = (role, replica)
             self._held[role, replica] += 1
@@ -131,10 +129,10 @@ class Leases:
             self._take(lease)
 
 
-def _room(among: Sequence[Group], replicas: list[Replica]) -> dict[tuple[str, ...], int]:
-    """What the nodes of each replica may still get of these groups: its even share, rounded up, less what it has had.
+def _room(among: Sequence[Group], replicas: list[Replica]) -> dict[Replica, int]:
+    """What each replica may still get of these groups: its even share, rounded up, less what its nodes have had.
     Shares follow the replicas that are at work now, so that nothing is left over when one is lost."""
     had = Counter(group.node for group in among if group.state in ("training", "accumulated", "trained"))
     share = -(-len(among) // max(len(replicas), 1))
     beside = Counter(replica.nodes for replica in replicas)
-    return {nodes: share * count - had[nodes[0]] for nodes, count in beside.items()}
+    return {replica: share - had[replica.nodes[0]] // beside[replica.nodes] for replica in replicas}

@@ -1,0 +1,426 @@
+"""What is to be simulated, as a YAML file: model, devices, placement, workload, policies; and the world that follows.
+
+A scenario lies over the files it `extends`, in their order, key by key. So what several share is written once:
+
+    extends: [dynarl/7b.yaml, dynarl/math.yaml]
+    gpus: 64
+    placement: {rollout: 40, inference: 8, training: 16}
+
+`configs/scenarios/` has those that come with dynarl. The unit that changes role is a trainer's replica: `training.tp` GPUs,
+which in other roles hold one replica to score with, or `training.tp / rollout.tp` engines.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from dynarl.config import schema
+from dynarl.errors import ConfigError
+from dynarl.fabric.network import AnalyticNetwork, FlowLevelNetwork
+from dynarl.fabric.topology import rail_optimised
+from dynarl.perf.device import Device, Efficiency, load_device
+from dynarl.perf.memory import inference_memory, rollout_memory, training_memory
+from dynarl.perf.model import ModelCost
+from dynarl.perf.parallel import Parallel
+from dynarl.perf.rollout import StepModel, kv_capacity_tokens
+from dynarl.perf.training import GRADIENT_BYTES, UPDATE_BYTES, inference_seconds, microbatch_seconds
+from dynarl.scheduler.policy import ROLES
+from dynarl.sim.workload import Workload
+from dynarl.sim.world import Failure, Times, World
+
+
+class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Unknown keys are refused."""
+
+
+class Rollout(Section, kw_only=True):
+    """Engines of `tp` GPUs. memory_fraction: of a GPU's memory for weights and KV; step_overhead_s: of a decode step, for
+    what is neither arithmetic nor traffic (launches, sampling, the engine's scheduler); efficiency: shares of peaks."""
+
+    tp: int = 1
+    max_running: int = 128
+    memory_fraction: float = 0.55
+    step_overhead_s: float | None = None
+    efficiency: Efficiency | None = None
+
+
+class Stage(Section, kw_only=True):
+    """Inference or training with `tp` GPUs in a replica. sequence_s: of every sequence, however short; step_s: of every
+    optimizer step; efficiency: shares of peaks."""
+
+    tp: int = 1
+    sequence_s: float = 0.0
+    step_s: float = 0.0
+    efficiency: Efficiency | None = None
+
+
+class Placement(Section, kw_only=True):
+    """GPUs of each home role."""
+
+    rollout: int
+    inference: int
+    training: int
+
+
+class Moves(Section, kw_only=True):
+    """Seconds that a node's change of role takes. leave_rollout_s: to abort, hand over and free the memory; join: of the
+    weights, and what else the new role needs; sync_s: of new weights into a rollout engine, beyond the network."""
+
+    leave_rollout_s: float
+    join_s: dict[Literal["rollout", "inference", "training"], float]
+    sync_s: float = 0.0
+
+
+class PolicyOf(Section, kw_only=True):
+    """A policy by its settings in a job's configuration (section `policy`), and what else the systems differ in: order of
+    requests in an engine, membership of minibatches, requests that an engine may hold beyond those that run.
+    per_engine: requests that a rollout engine keeps when others leave, in place of policy.threshold per node."""
+
+    policy: dict[str, Any]
+    order: Literal["priority", "arrival"] = "priority"
+    membership: Literal["fixed", "completion"] = "completion"
+    max_queued: int = 0
+    per_engine: int | None = None
+
+
+class ErrorOf(Section, kw_only=True):
+    """Factors on what the simulated hardware takes, by which it differs from what the planner's profile says."""
+
+    rollout: float = 1.0
+    inference: float = 1.0
+    training: float = 1.0
+    moves: float = 1.0
+
+
+class Scenario(Section, kw_only=True):
+    """One experiment. iterations: of the job, of which the last `measured` count; network: analytic or flow-level (max-min
+    fair on a rail-optimised topology)."""
+
+    name: str
+    about: str = ""
+    model: str
+    device: str
+    gpus: int
+    placement: Placement
+    workload: Workload
+    minibatches: int = 1
+    rollout: Rollout = Rollout()
+    inference: Stage = Stage()
+    training: Stage = Stage()
+    moves: Moves
+    policies: dict[str, PolicyOf]
+    network: Literal["analytic", "flow"] = "analytic"
+    throughput: Literal["tokens/s", "requests/s"] = "tokens/s"
+    iterations: int = 1
+    measured: int = 1
+    tools_at_once: int | None = None
+    decision_s: float = 0.02
+    errors: ErrorOf = ErrorOf()
+    failures: list[dict[str, Any]] = []
+
+    # --- sizes
+
+    @property
+    def throughput_unit(self) -> str:
+        return self.throughput
+
+    @property
+    def width(self) -> int:
+        """GPUs of the unit that changes role."""
+        return self.training.tp
+
+    @property
+    def nodes(self) -> int:
+        return self.gpus // self.width
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.workload.prompt.cap if self.workload.prompt else schema.Algorithm().max_prompt_tokens
+
+    @property
+    def response_tokens(self) -> int:
+        """Of the longest answer, with what tools write."""
+        tools, response = self.workload.tools, self.workload.response
+        most = response.cap if response else schema.Algorithm().max_response_tokens
+        return most + (tools.most_calls * tools.tokens.cap if tools else 0)
+
+    # --- the world
+
+    def world(self, policy: str) -> World:
+        """Under one of the scenario's policies. Raises ConfigError."""
+        if policy not in self.policies:
+            raise ConfigError(f"{self.name} has no policy {policy!r}; it has {', '.join(self.policies)}")
+        chosen, costs = self.policies[policy], _Costs(self)
+        config = self._config(chosen)
+        homes = [role for role in ("training", "rollout", "inference") for _ in range(getattr(self.placement, role) // self.width)]
+        return World(
+            config=config,
+            homes={f"n{index:0{len(str(self.nodes))}}": role for index, role in enumerate(homes)},
+            gpus_per_device=self.width,
+            engines_per_device=self.width // self.rollout.tp,
+            step=costs.step,
+            kv_capacity_tokens=costs.kv_tokens,
+            draw=self.workload.draw,
+            times=costs.times(),
+            network=costs.network(),
+            gradient_bytes=costs.model.num_params * GRADIENT_BYTES,
+            weight_bytes=costs.model.weight_bytes,
+            tools_at_once=self.tools_at_once,
+            decision_s=self.decision_s,
+            failures=[msgspec.convert(failure, Failure) for failure in self.failures],
+        )
+
+    def _config(self, chosen: PolicyOf) -> schema.Config:
+        """What a job of this kind would be configured with; a simulated device is a whole replica."""
+        split = {role: getattr(self.placement, role) // self.width for role in ROLES}
+        engines, settings = self.width // self.rollout.tp, dict(chosen.policy)
+        if chosen.per_engine is not None:
+            settings["threshold"] = chosen.per_engine * engines
+        return schema.Config(
+            cluster=schema.Cluster(nodes=self.nodes, devices_per_node=1),
+            split=schema.Split(**split),
+            policy=_convert(settings, schema.Policy, f"{self.name}: policy"),
+            algorithm=schema.Algorithm(
+                workflow="agentic" if self.workload.tools else "grpo",
+                prompts_per_step=self.workload.prompts,
+                group_size=self.workload.group_size,
+                minibatches=self.minibatches,
+                membership=chosen.membership,
+                max_prompt_tokens=self.prompt_tokens,
+                max_response_tokens=self.response_tokens,
+            ),
+            rollout=schema.Rollout(
+                max_running=self.rollout.max_running * engines, max_queued=chosen.max_queued * engines, order=chosen.order
+            ),
+            # No worker hangs here, and nothing is so slow that it must be taken for dead.
+            failure=schema.Failure(hang_s={}, give_back_s=3600.0, no_progress_s=86400.0),
+        )
+
+
+class _Costs:
+    """Times of a scenario's hardware, from the performance models."""
+
+    def __init__(self, scenario: Scenario):
+        self.scenario = scenario
+        self.device, self.model = load_device(scenario.device), ModelCost.of(scenario.model)
+        rollout = scenario.rollout
+        step = StepModel.of(self._efficient(rollout.efficiency), self.model, rollout.tp)
+        if rollout.step_overhead_s is not None:
+            step = replace(step, fixed_s=step.fixed_s + rollout.step_overhead_s)
+        self.step = step.scaled(scenario.errors.rollout)
+        self.kv_tokens = kv_capacity_tokens(self.device, self.model, rollout.tp, rollout.memory_fraction)
+
+    def _efficient(self, efficiency: Efficiency | None) -> Device:
+        return self.device if efficiency is None else msgspec.structs.replace(self.device, efficiency=efficiency)
+
+    def times(self) -> Times:
+        scenario, moves, slower = self.scenario, self.scenario.moves, self.scenario.errors
+
+        def transfer(source: str, target: str) -> float:
+            leave_s = moves.leave_rollout_s if source == "rollout" else 0.0
+            return slower.moves * (leave_s + moves.join_s.get(target, 0.0))
+
+        owned = self.model.num_params / scenario.training.tp
+        memory = self.device.efficiency.memory * self.device.memory_bytes_per_s
+        return Times(
+            inference=self._stage("inference", slower.inference),
+            training=self._stage("training", slower.training),
+            optimizer=lambda owners: scenario.training.step_s + owned / owners * UPDATE_BYTES / memory,
+            transfer=transfer,
+            load=lambda role: moves.sync_s if role == "rollout" else 0.0,
+        )
+
+    def _stage(self, role: str, slower: float) -> Any:
+        """Seconds of one group at a replica, one sequence after the other."""
+        stage: Stage = getattr(self.scenario, role)
+        device, parallel, abreast = self._efficient(stage.efficiency), Parallel(tp=stage.tp), self.scenario.width // stage.tp
+
+        @functools.cache
+        def sequence(tokens: int) -> float:
+            context = (tokens - 1) / 2
+            if role == "inference":
+                return stage.sequence_s + inference_seconds(device, self.model, tokens, context, parallel)
+            return stage.sequence_s + sum(microbatch_seconds(device, self.model, tokens, context, parallel))
+
+        def seconds(samples: Sequence[tuple[int, int]]) -> float:
+            return slower * sum(sequence(prompt + response) for prompt, response in samples) / abreast
+
+        return seconds
+
+    def network(self) -> AnalyticNetwork | FlowLevelNetwork:
+        scenario, device = self.scenario, self.device
+        machines = -(-scenario.gpus // device.devices_per_node)
+        net = rail_optimised(
+            machines,
+            device.devices_per_node,
+            nic_bytes_per_s=device.efficiency.network * device.inter_bytes_per_s,
+            nvlink_bytes_per_s=device.efficiency.network * device.intra_bytes_per_s,
+            leaf_radix=machines,
+            nvlink_latency_s=device.intra_latency_s,
+            network_latency_s=device.inter_latency_s,
+        )
+        return (AnalyticNetwork if scenario.network == "analytic" else FlowLevelNetwork)(net)
+
+
+# --- what cannot be
+
+
+def check(scenario: Scenario) -> None:
+    """Raise ConfigError with every fault found, one per line, each with its arithmetic."""
+    faults = [*_divisions(scenario)] or [*_batches(scenario), *_memory(scenario), *_numbers(scenario)]
+    if faults:
+        raise ConfigError("\n".join(f"{scenario.name}: {fault}" for fault in faults))
+
+
+def _divisions(s: Scenario) -> Iterator[str]:
+    model, device = ModelCost.of(s.model), load_device(s.device)
+    for role in ROLES:
+        tp = getattr(s, role).tp
+        if tp < 1 or s.width % tp:
+            yield f"{role}.tp = {tp} does not divide training.tp = {s.width}, the GPUs that change role together"
+            continue
+        try:
+            Parallel(tp=tp).check(model, device)
+        except ConfigError as error:
+            yield str(error)
+    if s.gpus % s.width:
+        yield f"{s.gpus} GPUs / training.tp = {s.width} leaves {s.gpus % s.width} over"
+    for role in ROLES:
+        if (gpus := getattr(s.placement, role)) < 0 or gpus % s.width:
+            yield f"placement.{role} = {gpus} GPUs is no multiple of training.tp = {s.width}"
+    placed = [getattr(s.placement, role) for role in ROLES]
+    if sum(placed) != s.gpus:
+        yield f"placement: {' + '.join(map(str, placed))} = {sum(placed)} GPUs, but gpus = {s.gpus}"
+    for role in ("rollout", "training"):
+        if not getattr(s.placement, role):
+            yield f"placement.{role} = 0: nobody would do it"
+
+
+def _batches(s: Scenario) -> Iterator[str]:
+    groups = s.workload.prompts
+    if groups % s.minibatches:
+        yield f"{groups} prompts / minibatches = {s.minibatches} leaves {groups % s.minibatches} over"
+    elif s.nodes > groups // s.minibatches and any(p.policy.get("shares") == "even" for p in s.policies.values()):
+        yield (
+            f"{s.nodes} replicas of the trainer, but a minibatch has {groups} / {s.minibatches} = "
+            f"{groups // s.minibatches} groups: even shares leave some without"
+        )
+
+
+def _memory(s: Scenario) -> Iterator[str]:
+    model, device, longest = ModelCost.of(s.model), load_device(s.device), s.prompt_tokens + s.response_tokens
+    dp = s.placement.training // s.width
+    for fits in (
+        lambda: rollout_memory(device, model, s.rollout.tp, s.rollout.memory_fraction),
+        lambda: inference_memory(device, model, Parallel(tp=s.inference.tp), longest),
+        lambda: training_memory(device, model, Parallel(tp=s.training.tp, dp=dp), longest),
+    ):
+        try:
+            fits()
+        except ConfigError as error:
+            yield str(error)
+            return
+    room = kv_capacity_tokens(device, model, s.rollout.tp, s.rollout.memory_fraction)
+    if room < longest:
+        yield (
+            f"a prompt of {s.prompt_tokens} tokens and an answer of {s.response_tokens} are {longest} tokens, but an engine "
+            f"of {s.rollout.tp} GPUs holds {room}: give it more GPUs or a larger memory_fraction"
+        )
+
+
+def _numbers(s: Scenario) -> Iterator[str]:
+    """Times must be finite and not negative, factors above 0."""
+    times = {"moves.leave_rollout_s": s.moves.leave_rollout_s, "moves.sync_s": s.moves.sync_s, "decision_s": s.decision_s}
+    times |= {f"moves.join_s.{role}": seconds for role, seconds in s.moves.join_s.items()}
+    times |= {f"{role}.sequence_s": getattr(s, role).sequence_s for role in ("inference", "training")}
+    times |= {"training.step_s": s.training.step_s}
+    for name, seconds in times.items():
+        if not (math.isfinite(seconds) and seconds >= 0):
+            yield f"{name} = {seconds:g} must be a finite number of seconds, 0 or more"
+    for name in ErrorOf.__struct_fields__:
+        if not (math.isfinite(factor := getattr(s.errors, name)) and factor > 0):
+            yield f"errors.{name} = {factor:g} is a factor, above 0"
+    if not 1 <= s.measured <= s.iterations:
+        yield f"measured = {s.measured} of iterations = {s.iterations}: at least 1, and not more than there are"
+    for name, policy in s.policies.items():
+        try:
+            s._config(policy)
+        except ConfigError as error:
+            yield f"policies.{name}: {error}"
+
+
+# --- files
+
+
+def scenario_names() -> list[str]:
+    """Those that come with dynarl."""
+    return sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml"))
+
+
+def load_scenario(name: str, **changes: Any) -> Scenario:
+    """By name, or by the path of a file; changes: laid over it. Checked. Raises ConfigError."""
+    if "/" in name or name.endswith(".yaml"):
+        folder, file = Path(name).parent, Path(name).name
+    elif name in scenario_names():
+        folder, file = _folder(), f"{name}.yaml"
+    else:
+        raise ConfigError(f"scenario {name!r}: there are {', '.join(scenario_names())}; or give the path of a file")
+    values = _laid_over(_read(folder, file, ()), changes)
+    values.setdefault("name", file.removesuffix(".yaml"))
+    scenario = _convert(values, Scenario, f"scenario {name}")
+    check(scenario)
+    return scenario
+
+
+def _read(folder: Any, file: str, within: tuple[str, ...]) -> dict[str, Any]:
+    """A file over those that it extends, which are looked for beside the first one and in what comes with dynarl."""
+    if file in within:
+        raise ConfigError(f"{' extends '.join([*within, file])}: a circle")
+    path = folder / file
+    if not path.is_file():
+        path = _folder() / file
+    if not path.is_file():
+        raise ConfigError(f"no scenario file {folder / file}" + (f", which {within[-1]} extends" if within else ""))
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys such as `model:` and `gpus:`, found {str(values)[:60]!r}")
+    below: dict[str, Any] = {}
+    extends = values.pop("extends", [])
+    for other in [extends] if isinstance(extends, str) else extends:
+        below = _laid_over(below, _read(folder, str(other), (*within, file)))
+    return _laid_over(below, values)
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """
+    >>> _laid_over({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"x": 7}})
+    {'a': {'x': 7, 'y': 2}, 'b': 3}
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _laid_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _convert(values: Any, kind: Any, what: str) -> Any:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
+def _folder() -> Any:
+    return resources.files("dynarl") / "share" / "configs" / "scenarios"
