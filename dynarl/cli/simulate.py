@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,38 +11,46 @@ from dynarl import rundir
 from dynarl.cli import output
 from dynarl.errors import DynarlError
 
-if TYPE_CHECKING:
-    from dynarl.sim.scenario import Scenario
-
 PICTURES = ("png", "svg", "html")
 
 
 @click.command("simulate", cls=output.Command)
 @click.argument("scenario", required=False)
-@click.option("--from", "run", metavar="RUN", help="In place of SCENARIO: the work and speeds of a recorded run.")
+@click.option("--from", "run", metavar="RUN", help="In place of SCENARIO: the work and the speeds of a recorded run.")
+@click.option("--nodes", type=click.IntRange(min=2), help="With --from: on so many nodes.")
 @click.option("--policy", "policies", multiple=True, metavar="P", help="A policy; may be given again. Default: all.")
-@click.option("--seed", "seeds", multiple=True, type=int, metavar="S", help="Seed of the workload; may be given again. Default 1.")
-@click.option("--nodes", type=click.IntRange(min=2), help="With this many nodes instead.")
-@click.option("--network", type=click.Choice(["analytic", "flow"]), help="Model of the network; default as the scenario says.")
+@click.option("--seed", "seeds", multiple=True, type=int, metavar="S", help="Of the workload; may be given again. Default 1.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the scenario, as in minibatches=8.")
+@click.option("--network", type=click.Choice(["analytic", "flow"]), help="Short for --set network=...")
 @click.option("--oracle", is_flag=True, help="Policies know all answer lengths beforehand: an upper bound, not a policy.")
 @click.option("--list", "listing", is_flag=True, help="Print the scenarios that come with dynarl.")
 @output.format_option("table", "json", *PICTURES)
-@click.option("--output", "target", type=click.Path(path_type=Path, dir_okay=False), help="File to write; pictures default to simulation.FORMAT here.")
-def command(scenario: str | None, run: str | None, policies: tuple[str, ...], seeds: tuple[int, ...], nodes: int | None,
-            network: str | None, oracle: bool, listing: bool, output_format: str, target: Path | None) -> None:
-    """Policies side by side on a simulated cluster, with the controller that also runs the real one.
+@click.option(
+    "--output",
+    "target",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write; pictures default to simulation.FORMAT here, JSON to stdout.",
+)
+def command(scenario: str | None, run: str | None, nodes: int | None, policies: tuple[str, ...], seeds: tuple[int, ...],
+            changes: tuple[str, ...], network: str | None, oracle: bool, listing: bool, output_format: str,
+            target: Path | None) -> None:
+    """Policies side by side on a simulated cluster, under the controller that also runs the real one.
 
     SCENARIO: the name of one that comes with dynarl (--list), or a file.
     """
-    from dynarl.sim import scenario as scenarios
-
     if listing:
         _list(output_format)
         return
-    if bool(scenario) == bool(run):
-        raise click.UsageError("give a SCENARIO (see --list) or --from RUN")
-    chosen = scenarios.load(scenario) if scenario else _recorded(run)
-    chosen = chosen.changed(nodes=nodes, network=network)
+    if bool(scenario) == bool(run) or (nodes and not run) or ((changes or network) and run):
+        raise click.UsageError("give a SCENARIO (see --list), with --set where wanted, or --from RUN, with --nodes")
+    if run:
+        from dynarl.sim.calibrate import recorded
+
+        chosen: Any = recorded(rundir.resolve(run), nodes)
+    else:
+        from dynarl.sim.scenario import load_scenario
+
+        chosen = load_scenario(scenario, **_changes(changes + ((f"network={network}",) if network else ())))
     policies = policies or tuple(chosen.policies)
     if unknown := [policy for policy in policies if policy not in chosen.policies]:
         raise click.UsageError(f"--policy {unknown[0]}: {chosen.name} has {', '.join(chosen.policies)}")
@@ -53,14 +61,25 @@ def command(scenario: str | None, run: str | None, policies: tuple[str, ...], se
         raise DynarlError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def _recorded(run: str) -> Scenario:
-    from dynarl.sim.calibrate import scenario_of
+def _changes(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """`rollout.tp=2` as {"rollout": {"tp": 2}}; values are YAML."""
+    import yaml
 
-    return scenario_of(rundir.resolve(run))
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        *above, last = key.split(".")
+        if not equals or not all([*above, last]):
+            raise click.UsageError(f"--set {pair!r}: write KEY=VALUE, as in gpus=128 or rollout.tp=2")
+        inner = found
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[last] = yaml.safe_load(value)
+    return found
 
 
 def _simulate(
-    scenario: Scenario, policies: tuple[str, ...], seeds: tuple[int, ...], oracle: bool
+    scenario: Any, policies: tuple[str, ...], seeds: tuple[int, ...], oracle: bool
 ) -> list[dict[str, Any]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -83,9 +102,9 @@ def _simulate(
 
 
 def _list(output_format: str) -> None:
-    from dynarl.sim import scenario as scenarios
+    from dynarl.sim.scenario import load_scenario, scenario_names
 
-    found = [scenarios.load(name) for name in scenarios.shipped()]
+    found = [load_scenario(name) for name in scenario_names()]
     if output_format == "json":
         output.print_json({"scenarios": [{"name": each.name, "about": each.about} for each in found]})
         return
@@ -95,7 +114,7 @@ def _list(output_format: str) -> None:
     output.console().print(table)
 
 
-def _show(scenario: Scenario, runs: list[dict[str, Any]], form: str, target: Path | None) -> None:
+def _show(scenario: Any, runs: list[dict[str, Any]], form: str, target: Path | None) -> None:
     from dynarl.report.simulation import summary
 
     found = summary(runs)
@@ -109,7 +128,7 @@ def _show(scenario: Scenario, runs: list[dict[str, Any]], form: str, target: Pat
         click.echo(target)
 
 
-def _draw(scenario: Scenario, found: dict[str, Any], runs: list[dict[str, Any]], form: str, target: Path) -> None:
+def _draw(scenario: Any, found: dict[str, Any], runs: list[dict[str, Any]], form: str, target: Path) -> None:
     try:
         from dynarl.report.simulation_page import page
         from dynarl.report.simulation_plot import save
@@ -119,12 +138,20 @@ def _draw(scenario: Scenario, found: dict[str, Any], runs: list[dict[str, Any]],
         ) from error
     title = f"Simulated: {scenario.name}"
     if form == "html":
-        target.write_text(page(title, scenario.throughput_unit, scenario.facts(), found, runs), encoding="utf-8")
+        target.write_text(page(title, scenario.throughput_unit, _facts(scenario, runs), found, runs), encoding="utf-8")
     else:
         save([run for run in runs if run["seed"] == runs[0]["seed"]], title, target, form)
 
 
-def _print(scenario: Scenario, found: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+def _facts(scenario: Any, runs: list[dict[str, Any]]) -> dict[str, str]:
+    found = {"scenario": f"{scenario.name}: {scenario.about}".removesuffix(": ")}
+    for name in ("model", "device", "gpus", "network"):
+        if (value := getattr(scenario, name, None)) is not None:
+            found[name] = str(value)
+    return found | {"seeds": ", ".join(sorted({str(run["seed"]) for run in runs}))}
+
+
+def _print(scenario: Any, found: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     from dynarl.report.simulation import KINDS
     from dynarl.report.simulation_text import legend, render
 

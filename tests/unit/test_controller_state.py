@@ -129,7 +129,7 @@ def test_a_layout_that_fails_is_tried_again_and_then_left(tmp_path):
     fleet = Fleet(**{"training.prepare_layout": CallError("no memory")})
     started = job(tmp_path, Config(training=Training(layouts={"2": "nodes=2"})), fleet)
     started._rewind(None)
-    started.epochs = SimpleNamespace(roles=dict.fromkeys(NODES, "training"))
+    started.epochs = SimpleNamespace(home={}, roles=dict.fromkeys(NODES, "training"))
     for number in range(2, 9):
         asyncio.run(started.recut.before(number))
     assert len(started.journal.of("layout_cancelled")) == ATTEMPTS
@@ -196,7 +196,7 @@ def test_a_borrowed_worker_is_not_built_from_weights_that_come_and_go_meanwhile(
     fleet = Fleet(kill_workers=1, start_worker={"attempt": 2})
     running = job(tmp_path, Config(), fleet)
     running._rewind(None)
-    running.epochs = SimpleNamespace(roles=running.trainer.home)
+    running.epochs = SimpleNamespace(home={}, roles=running.trainer.home)
     running.staging.versions = dict.fromkeys(NODES, 7)
     running.trainer.join = lambda without: asyncio.sleep(0)
     workers = Workers(running)
@@ -229,7 +229,7 @@ def test_nodes_of_one_replica_get_its_leases_in_one_order():
         arrived[node].append(args["lease"])
 
     async def run():
-        epochs = SimpleNamespace(roles={"n1": "training", "n2": "training"})
+        epochs = SimpleNamespace(home={}, roles={"n1": "training", "n2": "training"})
         replica = Replica((("n1", 0), ("n2", 0)))
         iteration = Iteration(
             Config(), Fleet(train=train), epochs, Weights(1, ""), {}, set(), ["1:0:0", "1:0:1"],
@@ -286,7 +286,7 @@ def test_a_borrowed_worker_that_dies_beside_a_step_costs_no_sample(dies, tmp_pat
     async def scenario():
         nonlocal run
         started = job(tmp_path, Config(), Fleet(**{"training.step": lose}))
-        started.epochs = SimpleNamespace(roles=dict.fromkeys(NODES, "training"))
+        started.epochs = SimpleNamespace(home={}, roles=dict.fromkeys(NODES, "training"))
         started._rewind(None)
         started.trainer.joined = started.trainer.everyone
         run = Iteration(started.config, started.fleet, started.epochs, Weights(1, ""), started.may, set(), ["1:0:0"],
