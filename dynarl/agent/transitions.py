@@ -28,9 +28,10 @@ import msgspec
 from dynarl.agent.remapper import PhaseTimeout, Remapper
 from dynarl.transport.carrier import Carrier
 from dynarl.transport.mailbox import Mailbox, Overdue
+from dynarl.transport.memory import Span
 from dynarl.transport.messages import Lanes, Schedule
 from dynarl.transport.mpi import Exchange, Lane, neighbours
-from dynarl.transport.planning import RankPlan, Request, plan_rank
+from dynarl.transport.planning import RankPlan, Request, plan_rank, schedule_of
 from dynarl.transport.staged import StagedModel
 from dynarl.vps.train_layout import TrainLayout
 
@@ -55,6 +56,10 @@ class StagingEnd:
 
     def unpack(self, fragments: Any, data: memoryview) -> None:
         self.destination.unpack(fragments, data)
+
+    def spans(self, fragments: Any, arriving: bool) -> list[Span] | None:
+        # Workers have no business in the agent's memory: what they get is packed.
+        return self.destination.spans(fragments) if arriving else None
 
     def copy_local(self, local: Any) -> None:
         (self.destination or self.source).copy_local(local)
@@ -141,7 +146,7 @@ class Transitions:
         for rank in mine:
             if places.is_staging(rank):
                 staging = self._plan(asked, rank)
-                schedules[rank] = Schedule.of(staging.transfers, staging.item_bytes, asked.piece_bytes)
+                schedules[rank] = schedule_of(asked, staging)
                 digests[rank] = staging.digest
                 peak += staging.peak_bytes
         if len(set(digests.values())) > 1:
@@ -277,7 +282,7 @@ class Transitions:
         for lane in known.lanes:
             if lane.rank == known.staging.rank:
                 near = {k: (self._mailboxes[r], *where) for k, (r, *where) in known.local[lane.rank].items()}
-                lane.carrier = Carrier(end, lane.lanes, lane.mailbox, near, known.staging.local)
+                lane.carrier = Carrier(end, lane.lanes, lane.mailbox, near)
 
     async def _move(self, known: _Prepared, communicator: Any, number: int, timeout_s: float) -> dict[str, float]:
         calls = [

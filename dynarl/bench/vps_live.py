@@ -41,7 +41,7 @@ from dynarl.parent import die_with_parent
 from dynarl.transport.carrier import Carrier
 from dynarl.transport.mailbox import Mailbox
 from dynarl.transport.messages import Lanes, Schedule
-from dynarl.transport.planning import Request, describe, plan_rank
+from dynarl.transport.planning import Request, describe, plan_rank, schedule_of
 from dynarl.vps.train_layout import TrainLayout
 
 RANKS = 4
@@ -113,7 +113,7 @@ def wire(work: Path) -> None:
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     request = Request(MODEL, describe(SOURCE), describe(DESTINATION), list(KINDS), RANKS, 1, **TUNING)
     plan = plan_rank(request, rank)
-    schedule = Schedule.of(plan.transfers, plan.item_bytes, request.piece_bytes)
+    schedule = schedule_of(request, plan)
     lanes = Lanes.of(schedule, rank, request.places, request.ring_bytes)
     mailbox = Mailbox.create(work / f"rank-{rank}", *lanes.needs())
     ours, theirs = get_context("fork").Pipe()
@@ -170,12 +170,10 @@ def _worker(commands: Connection, path: Path, request: Request, rank: int) -> No
     source, destination = request.layouts()
     endpoint = Arrays(request.spec, rank, source, destination, request.kinds)
     plan = plan_rank(request, rank)
-    lanes = Lanes.of(
-        Schedule.of(plan.transfers, plan.item_bytes, request.piece_bytes), rank, request.places, request.ring_bytes
-    )
+    lanes = Lanes.of(schedule_of(request, plan), rank, request.places, request.ring_bytes)
     mailbox = Mailbox.open(path)
     while commands.recv() == "run":
-        commands.send(Carrier(endpoint, lanes, mailbox, {}, ()).run(120.0))
+        commands.send(Carrier(endpoint, lanes, mailbox, {}).run(120.0))
 
 
 class _Raw:

@@ -8,9 +8,9 @@ from typing import Any
 
 from dynarl.transport.carrier import Carrier
 from dynarl.transport.mailbox import Mailbox
-from dynarl.transport.messages import Lanes, Schedule
+from dynarl.transport.messages import Lanes
 from dynarl.transport.mpi import neighbours
-from dynarl.transport.planning import Request, plan_rank
+from dynarl.transport.planning import Request, plan_rank, schedule_of
 
 
 class Mail:
@@ -26,8 +26,7 @@ class Mail:
             return
         places = request.places
         lanes = {
-            r: Lanes.of(Schedule.of(p.transfers, p.item_bytes, request.piece_bytes), r, places, request.ring_bytes)
-            for r, p in plans.items()
+            r: Lanes.of(schedule_of(request, p), r, places, request.ring_bytes) for r, p in plans.items()
         }
         self._mailbox = Mailbox.create(directory / f"{name}-{rank}", *lanes[rank].needs())
         barrier()
@@ -37,7 +36,7 @@ class Mail:
         }
         opened = {m.path: m for m, _, _ in near.values()}
         near = {k: (opened[m.path], theirs, at) for k, (m, theirs, at) in near.items()}
-        self._make = lambda: Carrier(endpoint, lanes[rank], self._mailbox, near, plans[rank].local)
+        self._make = lambda: Carrier(endpoint, lanes[rank], self._mailbox, near)
         self.bytes_received = plans[rank].bytes_received
 
     def reset(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from dynarl.transport.memory import Span
 from dynarl.vps.box import Box, volume
 from dynarl.vps.spec import ModelSpec
 
@@ -23,6 +24,10 @@ class Endpoint(Protocol):
 
     def unpack(self, fragments: Sequence[Fragment], data: memoryview) -> None:
         """Put the bytes of the fragments where they belong at the destination."""
+
+    def spans(self, fragments: Sequence[Fragment], arriving: bool) -> list[Span] | None:
+        """Where the bytes of the fragments lie in this process's memory, or are to go (`arriving`); None: they have to
+        be packed or unpacked. What is said stays so while the plan is executed."""
 
     def copy_local(self, local: Iterable[Any]) -> None:
         """Do what a plan leaves to this rank alone, in order: items have `how` ("keep", "derive") and `fragment`."""

@@ -5,12 +5,15 @@ One file below the node's staging directory, readable by its owner only, mapped 
     header | a state byte per outgoing message | per incoming message | outgoing ring | incoming ring
 
 The worker packs outgoing messages into its ring and unpacks incoming ones; the agent's MPI reads and writes the rings
-themselves, so no byte is copied in between. A worker on the same node reads its message straight out of the sender's
-outgoing ring. Where each message lies follows from the sizes alone (`Ring`), so both sides know it without a word.
+themselves, so no byte is copied in between. Where each message lies follows from the sizes alone (`Ring`), so both
+sides know it without a word. A worker on the same node reads its message where it lies in the sender's memory (`offers`),
+or, where it may not, straight out of the sender's outgoing ring.
 
 Life of a message: FREE -> FULL (packed, or arrived) -> TAKEN (sent, or unpacked). A place in a ring is written again
 only when everything in it has been taken; that is the bound on memory, and what lets packing, wire and unpacking of
-successive rounds overlap. Waits are short sleeps with a deadline. Either side ends the other's wait with a reason.
+successive rounds overlap. On the same node: FREE -> OFFERED (in the sender's memory) -> TAKEN, or OFFERED -> REFUSED
+(the receiver cannot read it there) -> FULL -> TAKEN. Waits are short sleeps with a deadline. Either side ends the
+other's wait with a reason.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from typing import Callable, Sequence
 
 import numpy as np
 
-FREE, FULL, TAKEN = 0, 1, 2
+FREE, FULL, TAKEN, OFFERED, REFUSED = range(5)
 
 MAGIC = b"dynarlMB"
 HEADER = struct.Struct("<8sQQQ")  # magic, bytes of the outgoing ring, of the incoming ring, state bytes per direction
 ABORTED_AT = 64
 REASON_AT, REASON_BYTES = 72, 1024
+OFFER_AT, TOKEN_BYTES = 2048, 16
+OFFER = struct.Struct(f"<qqq{TOKEN_BYTES}s")  # process, address and size of its table of offers, token
 PAGE = 4096
 # Messages start on a cache line, which also suits every dtype.
 ALIGN = 64
@@ -162,6 +167,15 @@ class Mailbox:
         self.outgoing[:] = FREE
         self.incoming[:] = FREE
         self._memory[ABORTED_AT : ABORTED_AT + 1] = b"\0"
+        OFFER.pack_into(self._memory, OFFER_AT, 0, 0, 0, bytes(TOKEN_BYTES))
+
+    def offer(self, pid: int, address: int, num_bytes: int, token: bytes) -> None:
+        """Say where the table of offers lies, before the first message is OFFERED."""
+        OFFER.pack_into(self._memory, OFFER_AT, pid, address, num_bytes, token)
+
+    def offered(self) -> tuple[int, int, int, bytes]:
+        """What the owner's `offer` said; zeros if it did not."""
+        return OFFER.unpack_from(self._memory, OFFER_AT)
 
     def abort(self, reason: str) -> None:
         """End whatever wait the other side is in, now or later."""
@@ -221,9 +235,9 @@ def mark(states: np.ndarray, number: int, state: int) -> None:
     states[number] = state
 
 
-def is_full(states: np.ndarray, number: int) -> bool:
-    """Whether the message may be read now."""
-    if states[number] != FULL:
+def is_now(states: np.ndarray, number: int, state: int) -> bool:
+    """Whether the message has come to this state; if so, what was written before can be read."""
+    if states[number] != state:
         return False
     fence()
     return True

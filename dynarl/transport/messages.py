@@ -7,16 +7,19 @@ into messages of at most `limit` bytes, so sender and receiver agree on every me
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 from dynarl.transport.mailbox import Ring
-from dynarl.vps.box import Box, volume
-from dynarl.vps.steps import Fragment
+from dynarl.vps.box import Box, intersect, volume
+from dynarl.vps.steps import Fragment, Local
+
+# What is copied from the old state to the new one at a time.
+LOCAL_BYTES = 1 << 20
 
 
 class Message(NamedTuple):
     """`fragments` one after the other, each row-major, for `peer` or from it. The first `after` incoming messages must
-    be unpacked before it is packed: they bring what it forwards.
+    be unpacked before it is packed: they bring what it forwards. `then`: what is cast from it when it has arrived.
     """
 
     round: int
@@ -25,6 +28,7 @@ class Message(NamedTuple):
     num_bytes: int
     fragments: tuple[Fragment, ...]
     after: int = 0
+    then: tuple[Local, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,33 @@ class Schedule:
 
     outgoing: list[Message] = field(default_factory=list)
     incoming: list[Message] = field(default_factory=list)
+    local: list[Local] = field(default_factory=list)  # what is kept, and cast from it
 
     @classmethod
-    def of(cls, transfers: Iterable[Any], item_bytes: Mapping[str, int], limit: int) -> Schedule:
-        """From `plan.transfers(rank)`: (round, peer, [fragments out], [fragments in]) per round, rounds ascending."""
+    def of(
+        cls,
+        transfers: Iterable[Any],
+        item_bytes: Mapping[str, int],
+        limit_of: Callable[[int], int],
+        local: Iterable[Local] = (),
+        local_limit: int = LOCAL_BYTES,
+    ) -> Schedule:
+        """From `plan.transfers(rank)`: (round, peer, [fragments out], [fragments in]) per round, rounds ascending; and
+        `plan.local(rank)`. limit_of: bytes of a message to or from a peer.
+
+        What is cast from masters is cut as those are: it is done while they are in the cache.
+        """
         schedule = cls()
         arriving: dict[tuple[str, int], list[tuple[int, Box]]] = {}
+        derived: dict[int, list[Local]] = {}
+        kept: list[Local] = []
+        for item in local:
+            if item.how == "derive":
+                derived.setdefault(item.fragment.tensor, []).append(item)
+            else:
+                kept.append(item)
         for round_, peer, out, into in transfers:
+            limit = limit_of(peer)
             for part, (size, fragments) in enumerate(cut(out, item_bytes, limit)):
                 after = 1 + max((_last_overlap(f, arriving) for f in fragments), default=-1)
                 schedule.outgoing.append(Message(round_, part, peer, size, fragments, after))
@@ -129,7 +153,12 @@ class Schedule:
             for part, (size, fragments) in enumerate(cut(into, item_bytes, limit)):
                 for f in fragments:
                     arriving.setdefault((f.kind, f.tensor), []).append((len(schedule.incoming), f.box))
-                schedule.incoming.append(Message(round_, part, peer, size, fragments))
+                then = tuple(cast for f in fragments for cast in _casts(f, derived))
+                schedule.incoming.append(Message(round_, part, peer, size, fragments, then=then))
+        for item in kept:
+            for _, fragments in cut([item.fragment], item_bytes, local_limit):
+                for fragment in fragments:
+                    schedule.local += [item._replace(fragment=fragment), *_casts(fragment, derived)]
         return schedule
 
     def sizes(self) -> dict[str, list[list[int]]]:
@@ -143,6 +172,14 @@ class Schedule:
     def from_sizes(cls, sizes: Mapping[str, Sequence[Sequence[int]]]) -> Schedule:
         """The same without fragments."""
         return cls(*([Message(*m, ()) for m in sizes[way]] for way in ("outgoing", "incoming")))
+
+
+def _casts(fragment: Fragment, derived: Mapping[int, list[Local]]) -> Iterator[Local]:
+    """What is cast from this fragment, as soon as it is there."""
+    if fragment.kind == "master":
+        for item in derived.get(fragment.tensor, ()):
+            if (box := intersect(fragment.box, item.fragment.box)) is not None:
+                yield item._replace(fragment=item.fragment._replace(box=box))
 
 
 def _last_overlap(fragment: Fragment, arriving: Mapping[tuple[str, int], list[tuple[int, Box]]]) -> int:
@@ -161,13 +198,16 @@ class Lanes:
     schedule: Schedule
     out_ring: Ring
     in_ring: Ring
+    near: frozenset[int]  # outgoing messages to ranks of the same node
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, places: Places, ring_bytes: int) -> Lanes:
         """ring_bytes: of each of the two rings."""
         here = places.node_of(rank)
         far = [m.num_bytes if places.node_of(m.peer) != here else 0 for m in schedule.incoming]
-        return cls(schedule, Ring([m.num_bytes for m in schedule.outgoing], ring_bytes), Ring(far, ring_bytes))
+        near = frozenset(k for k, m in enumerate(schedule.outgoing) if places.node_of(m.peer) == here)
+        out = Ring([m.num_bytes for m in schedule.outgoing], ring_bytes)
+        return cls(schedule, out, Ring(far, ring_bytes), near)
 
     @property
     def num_states(self) -> int:

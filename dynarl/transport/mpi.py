@@ -22,7 +22,7 @@ from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 from mpi4py import MPI
 
 from dynarl.transport.carrier import Carrier
-from dynarl.transport.mailbox import FULL, TAKEN, Mailbox, Patience, is_full, mark
+from dynarl.transport.mailbox import FULL, TAKEN, Mailbox, Patience, is_now, mark
 from dynarl.transport.messages import Lanes, Message, Places
 
 # Highest tag that MPI promises everywhere is 32767.
@@ -238,7 +238,7 @@ class _End:
         if self._sent == len(self._sends) or self.sending >= MOST_POSTED:
             return None
         way = self._sends[self._sent]
-        if not is_full(self.lane.mailbox.outgoing, way.number):
+        if not is_now(self.lane.mailbox.outgoing, way.number, FULL):
             return None
         self._sent += 1
         self.sending += 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from dynarl.transport.messages import Places
+from dynarl.transport.messages import Places, Schedule
 from dynarl.vps.layout import CheckpointLayout, EngineLayout, HFLayout, Layout
 from dynarl.vps.plan import plan_for_rank
 from dynarl.vps.presets import preset
@@ -37,7 +37,8 @@ class Request(msgspec.Struct, frozen=True):
     num_nodes: int
     devices_per_node: int
     budget_bytes: int = 1 << 30
-    # Small enough that what was packed is still in the cache when it is sent.
+    # Small enough that what was packed is still in the cache when it is sent. Between ranks of one node, where messages
+    # as a rule are not packed, half a ring.
     piece_bytes: int = 512 << 10
     ring_bytes: int = 2 << 20
 
@@ -91,6 +92,19 @@ def plan_rank(request: Request, rank: int) -> RankPlan:
         peak_bytes=plan.peak_bytes[inner],
         bytes_received=plan.bytes_received[inner],
         item_bytes={kind: request.spec.itemsize(kind) for kind in request.kinds},
+    )
+
+
+def schedule_of(request: Request, plan: RankPlan) -> Schedule:
+    """All that this rank does, as messages of bounded size."""
+    places = request.places
+    here = places.node_of(plan.rank)
+    near = max(request.piece_bytes, request.ring_bytes // 2)
+    return Schedule.of(
+        plan.transfers,
+        plan.item_bytes,
+        lambda peer: near if places.node_of(peer) == here else request.piece_bytes,
+        plan.local,
     )
 
 

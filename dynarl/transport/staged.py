@@ -17,6 +17,7 @@ import numpy as np
 
 from dynarl.transport.files import RAW, FileError, Spec
 from dynarl.transport.mailbox import reserve
+from dynarl.transport.memory import Span, View, spans_of
 from dynarl.transport.messages import Fragment
 from dynarl.vps.box import Box, whole
 from dynarl.vps.digest import CHUNK_BYTES, digest_box, digest_chunks, weight_files
@@ -84,6 +85,14 @@ class StagedModel:
             part = self._slice(kind, tensor, box)
             part[...] = _numbers(data, at, part)
             at += part.nbytes
+
+    def spans(self, fragments: Sequence[Fragment]) -> list[Span]:
+        """Where the bytes of the fragments lie."""
+        found = []
+        for fragment in fragments:
+            part = self._slice(*fragment)
+            found += spans_of(fragment[2], [View(fragment[2], part.ctypes.data, part.strides, part.itemsize)])
+        return found
 
     def copy_local(self, local: Any) -> None:
         """Nothing: a new file has nothing yet, and what an old one keeps is there."""

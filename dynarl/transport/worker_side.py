@@ -19,7 +19,7 @@ import msgspec
 from dynarl.transport.carrier import Carrier
 from dynarl.transport.mailbox import Mailbox
 from dynarl.transport.messages import Lanes, Schedule
-from dynarl.transport.planning import RankPlan, Request, plan_rank
+from dynarl.transport.planning import RankPlan, Request, plan_rank, schedule_of
 
 
 @dataclass
@@ -64,7 +64,7 @@ class TransitionSide:
         """Returns {digest, sizes, peak_bytes, bytes_received}."""
         asked = msgspec.convert(request, Request)
         plan = self.make_plan(asked, rank)
-        schedule = Schedule.of(plan.transfers, plan.item_bytes, asked.piece_bytes)
+        schedule = schedule_of(asked, plan)
         receives = rank in asked.layouts()[1].ranks
         self._known[asked.key] = _Known(asked, rank, plan, schedule, receives=receives)
         return {
@@ -99,7 +99,7 @@ class TransitionSide:
         known = self._transition(key)
         if known.mailbox is None or known.lanes is None:
             raise RuntimeError(f"transition {key} has no mailbox here")
-        carrier = Carrier(known.endpoint, known.lanes, known.mailbox, known.neighbours, known.plan.local)
+        carrier = Carrier(known.endpoint, known.lanes, known.mailbox, known.neighbours)
         seconds = carrier.run(limit_s)
         if not known.receives:
             self._end(key, True)

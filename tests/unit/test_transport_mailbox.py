@@ -24,7 +24,7 @@ from dynarl.transport.mailbox import (
     Patience,
     PeerDied,
     Ring,
-    is_full,
+    is_now,
     mark,
 )
 from dynarl.transport.messages import Fragment, Lanes, Places, Schedule, cut, num_bytes
@@ -87,7 +87,7 @@ def test_a_forwarded_fragment_waits_for_its_arrival_only():
             (3, 1, [Fragment("param", 2, ((0, 1),))], []),
         ],
         ITEM,
-        1000,
+        lambda peer: 1000,
     )
     assert [m.after for m in schedule.outgoing] == [1, 2, 0]
     assert Schedule.from_sizes(schedule.sizes()).sizes() == schedule.sizes()
@@ -95,7 +95,7 @@ def test_a_forwarded_fragment_waits_for_its_arrival_only():
 
 def test_messages_from_the_same_node_take_no_place():
     piece = Fragment("param", 0, ((0, 32), (0, 1)))
-    schedule = Schedule.of([(0, 1, [], [piece]), (1, 2, [], [piece])], ITEM, 1000)
+    schedule = Schedule.of([(0, 1, [], [piece]), (1, 2, [], [piece])], ITEM, lambda peer: 1000)
     lanes = Lanes.of(schedule, 0, Places(2, 2), 1000)
     assert lanes.in_ring.sizes == [0, 64] and lanes.needs() == (0, 64, 2)
 
@@ -111,9 +111,9 @@ def test_only_the_owner_may_read_a_mailbox(tmp_path):
     box.out(100, 4)[:] = b"abcd"
     assert bytes(other.out(100, 4)) == b"abcd" and bytes(other.into(100, 4)) == b"\0\0\0\0"
     mark(box.outgoing, 3, FULL)
-    assert is_full(other.outgoing, 3) and not is_full(other.incoming, 3)
+    assert is_now(other.outgoing, 3, FULL) and not is_now(other.incoming, 3, FULL)
     box.reset()
-    assert not is_full(other.outgoing, 3)
+    assert not is_now(other.outgoing, 3, FULL)
 
 
 def test_a_file_that_is_no_mailbox_is_refused(tmp_path):
@@ -234,11 +234,11 @@ def _transfers(rounds: int, sender: bool):
 
 def _receive(box_path, rounds, result_path, die_after=None):
     here, there = Mailbox.open(box_path), Mailbox.open(f"{box_path}-sender")
-    lanes = Lanes.of(Schedule.of(_transfers(rounds, False), ITEM, 512), 1, Places(1, 2), 4096)
-    sender = Lanes.of(Schedule.of(_transfers(rounds, True), ITEM, 512), 0, Places(1, 2), 2048)
+    lanes = Lanes.of(Schedule.of(_transfers(rounds, False), ITEM, lambda peer: 512), 1, Places(1, 2), 4096)
+    sender = Lanes.of(Schedule.of(_transfers(rounds, True), ITEM, lambda peer: 512), 0, Places(1, 2), 2048)
     near = {k: (there, k, sender.out_ring.offset[k]) for k in range(len(lanes.schedule.incoming))}
     store = np.zeros((rounds, LENGTH), np.uint16)
-    carrier = Carrier(Blocks(store), lanes, here, near, None)
+    carrier = Carrier(Blocks(store), lanes, here, near)
     if die_after is not None:
         for _ in range(100_000):
             carrier.advance()
@@ -256,9 +256,9 @@ def _pair(tmp_path, rounds, **options):
         target=_receive, args=(tmp_path / "box", rounds, tmp_path / "got.npy"), kwargs=options
     )
     process.start()
-    lanes = Lanes.of(Schedule.of(_transfers(rounds, True), ITEM, 512), 0, Places(1, 2), 2048)
+    lanes = Lanes.of(Schedule.of(_transfers(rounds, True), ITEM, lambda peer: 512), 0, Places(1, 2), 2048)
     store = np.random.default_rng(0).integers(0, 65536, (rounds, LENGTH), np.uint16)
-    return process, out, Carrier(Blocks(store), lanes, out, {}, None), store
+    return process, out, Carrier(Blocks(store), lanes, out, {}), store
 
 
 def test_two_processes_pass_more_than_the_ring_holds(tmp_path):
@@ -297,7 +297,7 @@ def test_carriers_never_wait_for_each_other_in_a_circle(seed, ranks):
             transfers[a].append((round_, b, there, back))
             transfers[b].append((round_, a, back, there))
     with tempfile.TemporaryDirectory() as directory:
-        schedules = {r: Schedule.of(transfers[r], ITEM, 300) for r in range(ranks)}
+        schedules = {r: Schedule.of(transfers[r], ITEM, lambda peer: 300) for r in range(ranks)}
         lanes = {r: Lanes.of(schedules[r], r, places, 600) for r in range(ranks)}
         boxes = {r: Mailbox.create(Path(directory) / str(r), 4096, 4096, 256) for r in range(ranks)}
         from dynarl.transport.mpi import neighbours
@@ -306,7 +306,7 @@ def test_carriers_never_wait_for_each_other_in_a_circle(seed, ranks):
         carriers = []
         for r in range(ranks):
             mine = {k: (boxes[s], theirs, at) for k, (s, theirs, at) in near[r].items()}
-            carriers.append(Carrier(Blocks(np.zeros((8, LENGTH), np.uint16)), lanes[r], boxes[r], mine, None))
+            carriers.append(Carrier(Blocks(np.zeros((8, LENGTH), np.uint16)), lanes[r], boxes[r], mine))
         idle = 0
         while not all(c.done for c in carriers):
             idle = 0 if draw.choice(carriers).advance() else idle + 1

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dynarl.controller.replicas import layout_on
-from dynarl.transport.messages import Lanes, Schedule, num_bytes
+from dynarl.transport.messages import Lanes, num_bytes
 from dynarl.transport.mpi import ExchangeError, neighbours, tags
-from dynarl.transport.planning import Request, ByNode, describe, layout_of, plan_rank
+from dynarl.transport.planning import Request, ByNode, describe, layout_of, plan_rank, schedule_of
 from dynarl.vps.layout import EngineLayout
 from dynarl.vps.train_layout import TrainLayout
 
@@ -41,7 +41,7 @@ def recut() -> Request:
 def test_what_one_rank_sends_is_what_the_other_expects(request_):
     plans = {rank: plan_rank(request_, rank) for rank in request_.ranks()}
     assert len({plan.digest for plan in plans.values()}) == 1
-    schedules = {r: Schedule.of(p.transfers, p.item_bytes, request_.piece_bytes) for r, p in plans.items()}
+    schedules = {r: schedule_of(request_, p) for r, p in plans.items()}
     sent = {(r, m.peer, m.round, m.part): (m.num_bytes, m.fragments) for r, s in schedules.items() for m in s.outgoing}
     expected = {
         (m.peer, r, m.round, m.part): (m.num_bytes, m.fragments) for r, s in schedules.items() for m in s.incoming
@@ -56,7 +56,7 @@ def test_both_ends_of_a_message_have_the_same_tag(request_):
     schedules = {}
     for rank in request_.ranks():
         plan = plan_rank(request_, rank)
-        schedules[rank] = Schedule.of(plan.transfers, plan.item_bytes, request_.piece_bytes)
+        schedules[rank] = schedule_of(request_, plan)
     seen: dict = {}
     for node in range(request_.num_nodes):
         mine = [rank for rank in schedules if places.node_of(rank) == node]
@@ -78,7 +78,7 @@ def test_ranks_that_do_not_agree_are_named():
     lanes = {}
     for rank in (0, 1):
         plan = plan_rank(request, rank)
-        schedule = Schedule.of(plan.transfers, plan.item_bytes, request.piece_bytes)
+        schedule = schedule_of(request, plan)
         if rank == 1:
             schedule.outgoing = [m for m in schedule.outgoing if m.peer != 0]
         lanes[rank] = Lanes.of(schedule, rank, request.places, request.ring_bytes)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dynarl.roles.training.shard import Shard
 from dynarl.transport.endpoint import Fragment
+from dynarl.transport.memory import Span, View, spans_of
 from dynarl.vps.box import Box, intersect, volume
 from dynarl.vps.digest import axis_weights, digest_box
 from dynarl.vps.spec import EMBEDDING
@@ -85,6 +86,19 @@ class State:
                 view.copy_(value[_within(inner, box)])
             at += size
         _check_size(data, at)
+
+    def spans(self, fragments: Sequence[Fragment], arriving: bool) -> list[Span] | None:
+        """Where the bytes of the fragments lie, or will; None: not in the host's memory, or not row by row."""
+        found: list[Span] = []
+        for fragment in fragments:
+            views = self._arriving(*fragment) if arriving else self._held(fragment)
+            if views[0][1].device.type != "cpu":
+                return None
+            spans = spans_of(fragment[2], [_view(*view) for view in views])
+            if spans is None:
+                return None
+            found += spans
+        return found
 
     @torch.no_grad()
     def put(self, kind: str, tensor: int, box: Box, value: Tensor) -> None:
@@ -330,6 +344,11 @@ def _local(part: Part, box: Box) -> tuple[slice, ...]:
 
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(inner, outer))
+
+
+def _view(box: Box, tensor: Tensor) -> View:
+    size = tensor.element_size()
+    return View(box, tensor.data_ptr(), tuple(size * stride for stride in tensor.stride()), size)
 
 
 def _check_size(data: Tensor, used: int) -> None:
