@@ -59,36 +59,36 @@ class Arrays:
     def pack(self, fragments: Sequence[Fragment], out: memoryview) -> None:
         at = 0
         for kind, tensor, box in fragments:
-            part = _find(self.source, kind, tensor, box)
+            part = self.find(self.source, kind, tensor, box)
             if part is None:
-                part = _find(self.destination, kind, tensor, box)
+                part = self.find(self.destination, kind, tensor, box)
             np.frombuffer(out, part.dtype, part.size, at).reshape(part.shape)[...] = part
             at += part.nbytes
 
     def unpack(self, fragments: Sequence[Fragment], data: memoryview) -> None:
         at = 0
         for kind, tensor, box in fragments:
-            part = _find(self.destination, kind, tensor, box)
+            part = self.find(self.destination, kind, tensor, box)
             part[...] = np.frombuffer(data, part.dtype, part.size, at).reshape(part.shape)
             at += part.nbytes
 
     def spans(self, fragments: Sequence[Fragment], arriving: bool) -> list[Span]:
         found = []
         for kind, tensor, box in fragments:
-            part = _find(self.source, kind, tensor, box) if not arriving else None
+            part = self.find(self.source, kind, tensor, box) if not arriving else None
             if part is None:
-                part = _find(self.destination, kind, tensor, box)
+                part = self.find(self.destination, kind, tensor, box)
             found += spans_of(box, [View(box, part.ctypes.data, part.strides, part.itemsize)])
         return found
 
     def copy_local(self, local: Iterable[Any]) -> None:
         for item in local:
             kind, tensor, box = item.fragment
-            target = _find(self.destination, kind, tensor, box)
+            target = self.find(self.destination, kind, tensor, box)
             if item.how == "keep":
-                target[...] = _find(self.source, kind, tensor, box)
+                target[...] = self.find(self.source, kind, tensor, box)
             else:
-                master = _find(self.destination, "master", tensor, box)
+                master = self.find(self.destination, "master", tensor, box)
                 self.cast(master, target)
 
     def digests(self) -> dict[str, int]:
@@ -102,12 +102,12 @@ class Arrays:
     def cast(self, master: np.ndarray, target: np.ndarray) -> None:
         target[...] = cast(master.view(np.float32), target.dtype, self.spec.dtype)
 
-
-def _find(held: Held, kind: str, tensor: int, box: Box) -> np.ndarray | None:
-    """The part of the array that holds a box, a fragment lies in one piece."""
-    for outer, array in held.get((kind, tensor), ()):
-        if outer == box:
-            return array
-        if all(a <= lo and hi <= b for (lo, hi), (a, b) in zip(box, outer)):
-            return array[tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(box, outer))]
-    return None
+    @staticmethod
+    def find(held: Held, kind: str, tensor: int, box: Box) -> np.ndarray | None:
+        """The part of the array that holds a box; a fragment lies in one piece."""
+        for outer, array in held.get((kind, tensor), ()):
+            if outer == box:
+                return array
+            if all(a <= lo and hi <= b for (lo, hi), (a, b) in zip(box, outer)):
+                return array[tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(box, outer))]
+        return None

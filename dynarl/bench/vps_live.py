@@ -38,6 +38,7 @@ import numpy as np
 from dynarl.bench.arrays import Arrays
 from dynarl.errors import DynarlError
 from dynarl.parent import die_with_parent
+from dynarl.slurm.environ import model_settings
 from dynarl.transport.carrier import Carrier
 from dynarl.transport.mailbox import Mailbox
 from dynarl.transport.messages import Lanes, Schedule
@@ -98,7 +99,9 @@ def _together(programs: list[list[str]], work: Path) -> None:
     processes = []
     for program, log in zip(programs, logs):
         with log.open("wb") as file:
-            processes.append(subprocess.Popen(program, stdout=file, stderr=file))
+            processes.append(
+                subprocess.Popen(program, stdout=file, stderr=file, env=model_settings(None) | dict(os.environ))
+            )
     failed = [i for i, process in enumerate(processes) if process.wait()]
     if failed or not (work / "result.json").exists():
         text = logs[failed[0] if failed else 0].read_text(errors="replace")

@@ -5,8 +5,10 @@
     scatter     gather to the first owner, exchange between first owners, scatter; by the same executor as "mailbox"
     checkpoint  torch.distributed.checkpoint: save, then load at the other layout, on tmpfs
 
-All of them move the same arrays; "checkpoint" moves neither parameters nor replicas, so it moves less. One process of
-four: `python -m dynarl.bench.vps_torch RANK DIRECTORY`.
+All of them begin with the same arrays and must end with the same: masters and moments cut by ZeRO-1, parameters on all
+their ranks. "checkpoint" writes and reads parameters, the others cast them from the masters that arrive; what both ends
+of the pipeline have of the tied embedding's optimizer state it loads on one only, so it moves less. One process of four:
+`python -m dynarl.bench.vps_torch RANK DIRECTORY`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,12 +30,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from dynarl.bench.arrays import Arrays
+from dynarl.bench.arrays import Arrays, Held
 from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE, TUNING
 from dynarl.bench.vps_mail import Mail
 from dynarl.transport.files import owned_once
 from dynarl.transport.planning import ByNode, Request, describe
 from dynarl.transport.torch_p2p import execute
+from dynarl.vps.digest import digest_box
 from dynarl.vps.layout import ALL_KINDS
 from dynarl.vps.plan import plan_for_rank, plan_transition
 from dynarl.vps.train_layout import TrainLayout
@@ -56,30 +60,49 @@ class TensorArrays(Arrays):
 
 
 def checkpoint(endpoint: Arrays, rank: int, directory: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-    """(save, load) of the optimizer's state."""
+    """(save, load) of all state. In DESTINATION parameters are whole, so each rank loads its own as plain tensors."""
     spec = endpoint.spec
 
-    def sharded(layout: TrainLayout, held: Any) -> dict[str, ShardedTensor]:
-        mine: dict[str, list[Shard]] = {f"{kind}/{tensor.name}": [] for kind in OPTIMIZER for tensor in spec.tensors}
-        for kind, tensor, box in owned_once(spec, layout, rank, OPTIMIZER):
+    def sharded(layout: TrainLayout, held: Held, kinds: Sequence[str]) -> dict[str, ShardedTensor]:
+        mine: dict[str, list[Shard]] = {f"{kind}/{tensor.name}": [] for kind in kinds for tensor in spec.tensors}
+        for kind, tensor, box in owned_once(spec, layout, rank, kinds):
             for whole, array in held[kind, tensor]:
                 if whole == box:
-                    offsets = [lo for lo, _ in box]
-                    value = torch.from_numpy(array.view(np.float32))
-                    mine[f"{kind}/{spec.tensors[tensor].name}"].append(
-                        Shard.from_tensor_and_offsets(value, offsets, rank)
-                    )
+                    shard = Shard.from_tensor_and_offsets(_tensor(kind, array), [lo for lo, _ in box], rank)
+                    mine[f"{kind}/{spec.tensors[tensor].name}"].append(shard)
         shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
         return {
             name: ShardedTensor._init_from_local_shards(shards, *shapes[name.partition("/")[2]])
             for name, shards in mine.items()
         }
 
-    source, target = sharded(SOURCE, endpoint.source), sharded(DESTINATION, endpoint.destination)
+    source = sharded(SOURCE, endpoint.source, ALL_KINDS)
+    target: dict[str, Any] = dict(sharded(DESTINATION, endpoint.destination, OPTIMIZER))
+    for (kind, tensor), ((_, array), *_) in endpoint.destination.items():
+        if kind == "param":
+            target[f"param/{spec.tensors[tensor].name}"] = _tensor(kind, array)
     return (
         lambda: dcp.save(dict(source), checkpoint_id=str(directory)),
         lambda: dcp.load(dict(target), checkpoint_id=str(directory)),
     )
+
+
+def _tensor(kind: str, array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).view(torch.bfloat16 if kind == "param" else torch.float32)
+
+
+def checked(endpoint: Arrays, layout: TrainLayout, rank: int) -> dict[str, int]:
+    """Digests of a destination, each element counted once; the destination is zeros afterwards."""
+    mine: dict[str, int] = {}
+    for kind, tensor, box in owned_once(endpoint.spec, layout, rank, ALL_KINDS):
+        part = endpoint.find(endpoint.destination, kind, tensor, box)
+        mine[kind] = mine.get(kind, 0) + digest_box(endpoint.spec.tensors[tensor].name, kind, box, part)
+    everybody: list[Any] = [None] * RANKS
+    dist.all_gather_object(everybody, mine)
+    for pieces in endpoint.destination.values():
+        for _, array in pieces:
+            array[...] = 0
+    return {kind: sum(each.get(kind, 0) for each in everybody) % 2**64 for kind in ALL_KINDS}
 
 
 def relabelled(request: Request) -> Request:
@@ -117,7 +140,7 @@ def main(rank: int, work: Path) -> None:
         detour.append(Mail(name, work, rank, asked, stage, dist.barrier))
         held = stage.destination
 
-    plain = TensorArrays(spec, rank, SOURCE, DESTINATION, OPTIMIZER)
+    plain = TensorArrays(spec, rank, SOURCE, DESTINATION, ALL_KINDS)
     save, load = checkpoint(plain, rank, work / "checkpoint")
 
     def through_files() -> None:
@@ -135,6 +158,13 @@ def main(rank: int, work: Path) -> None:
         "scatter": by_detour,
         "checkpoint": through_files,
     }
+    ends = {
+        "mailbox": (arrays, destination),
+        "gloo": (arrays, destination),
+        "scatter": (stage, DESTINATION),
+        "checkpoint": (plain, DESTINATION),
+    }
+    expected: dict[str, int] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
         for name, act in ways.items():
@@ -146,6 +176,11 @@ def main(rank: int, work: Path) -> None:
             dist.barrier()
             if number:
                 seconds[name].append(time.perf_counter() - began)
+            else:
+                found = checked(*ends[name], rank)
+                expected = expected or found
+                if found != expected:
+                    raise RuntimeError(f"{name} brought other state than mailbox")
             if rank == 0:
                 shutil.rmtree(work / "checkpoint", ignore_errors=True)
     total = torch.tensor([mail.bytes_received])
