@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dynarl.transport.memory import View, spans_of
 from dynarl.vps.box import intersect, volume
 from dynarl.vps.execute import cast
 
@@ -66,6 +67,23 @@ class Arrays:
             self._write(kind, tensor, box, value)
             at += value.nbytes
         assert at == len(data)
+
+    def spans(self, fragments, arriving):
+        found = []
+        for kind, tensor, box in fragments:
+            stores = [self.destination] if arriving else [self.source, self.destination]
+            whole = [
+                (held, array)
+                for store in stores
+                for held, array in store.get((kind, tensor), ())
+                if intersect(held, box) == box
+            ]
+            if not whole:
+                return None
+            held, array = whole[0]
+            part = array[_within(box, held)]
+            found += spans_of(box, [View(box, part.ctypes.data, part.strides, part.itemsize)])
+        return found
 
     def copy_local(self, local) -> None:
         for how, _, (kind, tensor, box) in local:

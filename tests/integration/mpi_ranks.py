@@ -28,11 +28,15 @@ from numpy_ends import Arrays  # noqa: E402
 from dynarl.agent.remapper import PhaseTimeout, Remapper  # noqa: E402
 from dynarl.agent.transitions import Transitions  # noqa: E402
 from dynarl.parent import die_with_parent  # noqa: E402
+from dynarl.transport import carrier  # noqa: E402
 from dynarl.transport.planning import Request, describe  # noqa: E402
 from dynarl.transport.worker_side import TransitionSide  # noqa: E402
 from dynarl.vps.layout import EngineLayout  # noqa: E402
 from dynarl.vps.train_layout import TrainLayout  # noqa: E402
 from dynarl.wire import CallError  # noqa: E402
+
+# The model is tiny; so that there is something to be read in place between the ranks of a node.
+carrier.IN_PLACE_BYTES = 256
 
 MODEL = dict(
     model_type="qwen2", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,

@@ -1,6 +1,7 @@
 """The state of a rank as logical pieces, in one process: views of live storage, digests, counters, a move."""
 
 import gc
+import os
 import random
 import weakref
 
@@ -18,6 +19,8 @@ from dynarl.config.schema import Config, Model  # noqa: E402
 from dynarl.roles.training.state import Bound, State, _inside, digest_on_device, digest_view  # noqa: E402
 from dynarl.roles.training.torch_world import World, leave_world  # noqa: E402
 from dynarl.roles.training.trainer import Trainer  # noqa: E402
+from dynarl.transport.memory import pieces, read  # noqa: E402
+from dynarl.vps.box import volume  # noqa: E402
 from dynarl.vps.digest import digest_box  # noqa: E402
 from dynarl.vps.plan import plan_transition  # noqa: E402
 from dynarl.vps.train_layout import TrainLayout  # noqa: E402
@@ -130,6 +133,26 @@ def test_a_message_is_its_fragments_row_by_row_at_whatever_address(model_dir, wo
     assert all(torch.equal(bound.covering(*fragment)[0][1], expected[fragment[0]]) for fragment in fragments)
     with pytest.raises(KeyError, match="neither held"):
         state.pack([("param", norm, ((60, 65),))], memoryview(bytearray(10)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_neighbour_reads_in_place_is_what_would_have_been_packed(model_dir, world, dtype):
+    trainer = build(model_dir, world, dtype)
+    train(trainer, 1)
+    state, spec = State(trainer.shard, trainer.shard), trainer.arch.spec
+    for kind in KINDS:
+        for tensor, logical in enumerate(spec.tensors):
+            rows, *columns = logical.shape
+            box = ((rows // 3, rows), *((1, size) for size in columns))
+            fragment = (kind, tensor, box)
+            packed = bytearray(volume(box) * spec.itemsize(kind))
+            state.pack([fragment], memoryview(packed))
+            out = np.zeros(len(packed), np.uint8)
+            for arriving in (False, True):
+                out[:] = 0
+                spans = state.spans([fragment], arriving)
+                read(os.getpid(), pieces(spans), np.array([[out.ctypes.data, len(out)]]))
+                assert out.tobytes() == bytes(packed)
 
 
 def test_every_parameter_counts_its_steps_in_a_tensor_of_its_own(model_dir, world):
