@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import shutil
@@ -115,9 +116,7 @@ def wire(work: Path) -> None:
     """One rank under mpirun."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     request = Request(MODEL, describe(SOURCE), describe(DESTINATION), list(KINDS), RANKS, 1, **TUNING)
-    plan = plan_rank(request, rank)
-    schedule = schedule_of(request, plan)
-    lanes = Lanes.of(schedule, rank, request.places, request.ring_bytes)
+    lanes = _lanes(request, rank)
     mailbox = Mailbox.create(work / f"rank-{rank}", *lanes.needs())
     ours, theirs = get_context("fork").Pipe()
     worker = get_context("fork").Process(target=_worker, args=(theirs, mailbox.path, request, rank), daemon=True)
@@ -132,7 +131,7 @@ def wire(work: Path) -> None:
 
     world = MPI.COMM_WORLD
     exchange = Exchange([Lane(rank, lanes, mailbox)], request.places, {node: node for node in range(RANKS)})
-    raw = _Raw(world, schedule)
+    raw = _Raw(world, lanes.schedule)
     results: dict[str, list[dict[str, float]]] = {"ours": [], "raw": [], "raw, all at once": []}
 
     def transition(number: int) -> dict[str, float]:
@@ -172,11 +171,15 @@ def _worker(commands: Connection, path: Path, request: Request, rank: int) -> No
     die_with_parent()
     source, destination = request.layouts()
     endpoint = Arrays(request.spec, rank, source, destination, request.kinds)
-    plan = plan_rank(request, rank)
-    lanes = Lanes.of(schedule_of(request, plan), rank, request.places, request.ring_bytes)
-    mailbox = Mailbox.open(path)
+    lanes, mailbox = _lanes(request, rank), Mailbox.open(path)
     while commands.recv() == "run":
         commands.send(Carrier(endpoint, lanes, mailbox, {}).run(120.0))
+
+
+def _lanes(request: Request, rank: int) -> Lanes:
+    """What a rank exchanges with others; what stays where it is has no part in the comparison."""
+    plan = dataclasses.replace(plan_rank(request, rank), local=())
+    return Lanes.of(schedule_of(request, plan), rank, request.places, request.ring_bytes)
 
 
 class _Raw:
