@@ -112,6 +112,30 @@ def scheduler(output_format: str) -> None:
                   f"{to['bound']:.2f} of what no schedule beats, {to['threshold']:.2f} of threshold's and {to['colocated']:.2f} of colocated's.")
 
 
+@command.command(cls=output.Command)
+@output.format_option("table", "json")
+def sim(output_format: str) -> None:
+    """The simulator: events per second, memory, and how both grow with GPUs and sequences.
+
+    Needs neither Slurm nor torch. Takes a few minutes.
+    """
+    from dynarl.bench.sim import measure
+    from dynarl.report.units import size
+
+    figures = measure(output.note)
+    if output_format == "json":
+        output.print_json(figures)
+        return
+    table = output.table("policy", ">GPUs", ">sequences", ">CPU time", ">events", ">events/s", ">memory")
+    for row in figures["rows"]:
+        table.add_row(row["policy"], f"{row['gpus']}", f"{row['sequences']}", f"{row['seconds']:.2f} s", f"{row['events']:,}",
+                      f"{row['events_per_s']:,.0f}", size(row["peak_bytes"]))
+    console = output.console()
+    console.print(table)
+    grows = ", ".join(f"{exponent:.2f} ({policy})" for policy, exponent in figures["growth"].items())
+    console.print(f"Time grows with the number of sequences to the power of {grows}.")
+
+
 def _show_moves(figures: dict) -> None:
     """One line for each comparison."""
     lines = []
