@@ -25,9 +25,7 @@ class Mail:
             barrier()
             return
         places = request.places
-        lanes = {
-            r: Lanes.of(schedule_of(request, p), r, places, request.ring_bytes) for r, p in plans.items()
-        }
+        lanes = {r: Lanes.of(schedule_of(request, p), r, places, request.ring_bytes) for r, p in plans.items()}
         self._mailbox = Mailbox.create(directory / f"{name}-{rank}", *lanes[rank].needs())
         barrier()
         near = {

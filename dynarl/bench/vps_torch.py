@@ -5,10 +5,10 @@
     scatter     gather to the first owner, exchange between first owners, scatter; by the same executor as "mailbox"
     checkpoint  torch.distributed.checkpoint: save, then load at the other layout, on tmpfs
 
-All of them begin with the same arrays and must end with the same: masters and moments cut by ZeRO-1, parameters on all
-their ranks. "checkpoint" writes and reads parameters, the others cast them from the masters that arrive; what both ends
-of the pipeline have of the tied embedding's optimizer state it loads on one only, so it moves less. One process of four:
-`python -m dynarl.bench.vps_torch RANK DIRECTORY`.
+All of them begin with the same arrays and must end with the same: masters and moments cut by ZeRO-1, parameters on
+all their ranks. "checkpoint" writes and reads parameters, the others cast them from the masters that arrive; what both
+ends of the pipeline have of the tied embedding's optimizer state it loads on one only, so it moves less. One process of
+four: `python -m dynarl.bench.vps_torch RANK DIRECTORY`.
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ class Carrier:
     def done(self) -> bool:
         """All handed out, taken and copied, and nobody reads in this process's memory any more. Others may still be
         reading what was packed last."""
-        return not (
-            self._packed < len(self._out) or self._unpacked < len(self._in) or self._local or self._open
-        )
+        return not (self._packed < len(self._out) or self._unpacked < len(self._in) or self._local or self._open)
 
     def advance(self) -> bool:
         """Hand out what can be, take one message, or where there is none copy a piece of what stays here. Returns

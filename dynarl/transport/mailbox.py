@@ -6,8 +6,8 @@ One file below the node's staging directory, readable by its owner only, mapped 
 
 The worker packs outgoing messages into its ring and unpacks incoming ones; the agent's MPI reads and writes the rings
 themselves, so no byte is copied in between. Where each message lies follows from the sizes alone (`Ring`), so both
-sides know it without a word. A worker on the same node reads its message where it lies in the sender's memory (`offers`),
-or, where it may not, straight out of the sender's outgoing ring.
+sides know it without a word. A worker on the same node reads its message where it lies in the sender's memory
+(`offers`), or, where it may not, straight out of the sender's outgoing ring.
 
 Life of a message: FREE -> FULL (packed, or arrived) -> TAKEN (sent, or unpacked). A place in a ring is written again
 only when everything in it has been taken; that is the bound on memory, and what lets packing, wire and unpacking of
