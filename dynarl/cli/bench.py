@@ -136,6 +136,29 @@ def sim(output_format: str) -> None:
     console.print(f"Time grows with the number of sequences to the power of {grows}.")
 
 
+@command.command(cls=output.Command)
+@output.format_option("table", "json")
+def plan(output_format: str) -> None:
+    """The search for a plan on 8 to 16384 devices: CPU seconds that it takes.
+
+    Needs neither Slurm nor torch. Takes about a minute.
+    """
+    from dynarl.bench.plan import measure
+
+    figures = measure()
+    if output_format == "json":
+        output.print_json({"bench": "plan", "rows": figures})
+        return
+    table = output.table("case", ">stages", "unit", ">devices", ">posed in", ">found in", ">published", "plan")
+    for row in figures:
+        published = f"{row['published_s']:g} s" if row["published_s"] else ""
+        table.add_row(
+            row["case"], str(row["stages"]), row["unit"], str(row["devices"]), f"{row['pose_s']:.3f} s",
+            f"{row['search_s']:.3f} s", published, row["plan"],
+        )  # fmt: skip
+    output.console().print(table)
+
+
 def _show_moves(figures: dict) -> None:
     """One line for each comparison."""
     lines = []

@@ -74,15 +74,21 @@ def _problem(path: Path, overrides: tuple[str, ...], device: str | None, lengths
 
 
 def _show(told: dict[str, Any]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
     from dynarl.report import plan_text
 
     console = output.console()
     fancy, colour = output.fancy(console), console.is_terminal and not console.no_color
 
-    def title(text: str) -> None:
-        console.print(f"\n[bold]{text}[/bold]")
+    def section(title: str, lines: list[str]) -> None:
+        console.print(f"\n[bold]{title}[/bold]")
+        for line in lines:
+            console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
 
-    console.print(plan_text.head(told), soft_wrap=True)
+    for line in plan_text.head(told):
+        console.print(Text(line), soft_wrap=True)
     console.print()
     for line in plan_text.tree(told, fancy, colour):
         console.print(line, soft_wrap=True)
@@ -97,20 +103,13 @@ def _show(told: dict[str, Any]) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    title("Why")
-    for line in plan_text.reasons(told):
-        console.print(f"  {line}", soft_wrap=True)
-    console.print(f"  {plan_text.sureness(told)}", soft_wrap=True)
-    console.print(f"  {plan_text.limits(told)}", soft_wrap=True)
+    section("Why", [*plan_text.reasons(told), plan_text.sureness(told), plan_text.limits(told)])
     if told.get("more"):
-        title("With more")
         noun = "node" if told["unit"] == told["devices_per_node"] and told["unit"] > 1 else "device"
-        for each in told["more"]:
-            what = f"{each['units']} {noun}{'s' * (each['units'] > 1)} more"
-            console.print(f"  {what}: {each['seconds']:.1f} s, {each['saved']:.1%} less", soft_wrap=True)
-    title("As a job")
-    for line in _job_lines(told["job"]):
-        console.print(f"  {line}", soft_wrap=True)
+        whats = [f"{each['units']} {noun}{'s' * (each['units'] > 1)} more" for each in told["more"]]
+        times = [f"{plan_text.took(each['seconds'])}, {each['saved']:.1%} less" for each in told["more"]]
+        section("With more", [f"{what}: {time}" for what, time in zip(whats, times, strict=True)])
+    section("As a job", _job_lines(told["job"]))
     for note in told["notes"]:
         output.note(f"note: {note}")
     if "written" in told:
@@ -120,5 +119,12 @@ def _show(told: dict[str, Any]) -> None:
 def _job_lines(job: dict[str, Any]) -> list[str]:
     if job["settings"] is None:
         return [job["reason"]]
-    lines = [f"{key}: {value}" for key, value in job["settings"].items()]
+    lines = [f"{key}: {_flow(value)}" for key, value in job["settings"].items()]
     return lines + ([job["reason"]] if job["reason"] else [])
+
+
+def _flow(value: Any) -> str:
+    """As YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {item}" for key, item in value.items()) + "}"
+    return str(value)

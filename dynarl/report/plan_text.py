@@ -16,6 +16,7 @@ from dynarl.report.units import duration, size
 # For stages that are no roles of their own, in the order in which they come up; of the same palette.
 MORE_COLOURS = ("#56B4E9", "#F0E442", "#D55E00", "#000000")
 SWITCHING = "·"
+HOW = {"temporal": "in turn", "spatial": "side by side"}
 
 
 def marks(stages: list[str]) -> dict[str, tuple[str, str]]:
@@ -32,12 +33,17 @@ def marks(stages: list[str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def head(told: dict[str, Any]) -> str:
-    """What is planned and what comes of it, in a line."""
+def head(told: dict[str, Any]) -> tuple[str, str]:
+    """What is planned and how fast that is; what the plan is."""
     what = " on ".join(filter(None, (told["model"], f"{told['devices']} {told['device'] or 'devices'}")))
     samples = told["groups"] * told["group_size"]
     speed = f", {told['tokens_per_s'] / 1e3:,.1f} thousand tokens/s" if told["tokens_per_s"] else ""
-    return f"{what}: {samples} samples in {duration(told['seconds'])}{speed}; {told['mode']}, {told['shape']}"
+    return f"{what}: {samples} samples in {took(told['seconds'])}{speed}", f"{told['mode']}: {told['shape']}"
+
+
+def took(seconds: float) -> str:
+    """`43.4 s`, `9m14s`."""
+    return f"{seconds:.1f} s" if seconds < 100 else duration(seconds)
 
 
 def tree(told: dict[str, Any], fancy: bool, colour: bool) -> Iterator[Text]:
@@ -111,7 +117,7 @@ def picture(told: dict[str, Any], width: int, fancy: bool, colour: bool) -> Iter
                 line.append((SWITCHING if fancy else "-") if switching else " ", style="dim")
         line.rstrip()
         yield line
-    yield Text(" " * label + "0s" + f"{duration(total):>{columns - 2}}", style="dim")
+    yield Text(" " * label + "0s" + f"{took(total):>{columns - 2}}", style="dim")
     legend = Text(" " * label)
     for stage, (letter, shade) in signs.items():
         legend.append("██" if fancy and colour else letter, style=shade if colour else "").append(f" {stage}   ")
@@ -140,18 +146,22 @@ def reasons(told: dict[str, Any]) -> list[str]:
     others = [(name, seconds) for name, seconds in why["modes"].items() if name != told["mode"]]
     for name, seconds in others:
         if seconds is None:
-            lines.append(f"{name} alone: no plan fits")
+            lines.append(f"all {HOW[name]}: no plan fits")
         else:
-            lines.append(f"{name} alone: {duration(seconds)}, {_slower(seconds / told['seconds'] - 1)}")
+            lines.append(f"all {HOW[name]}: {took(seconds)}, {_slower(seconds / told['seconds'] - 1)}")
+    pure = [seconds for seconds in why["modes"].values() if seconds is not None]
     for each in why["alternatives"]:
-        lines.append(f"{each['shape']}: {duration(each['seconds'])}, {_slower(each['slower'])}")
+        if any(abs(each["seconds"] - seconds) < 1e-6 * seconds for seconds in pure):
+            continue  # told already
+        lines.append(f"{each['shape']}: {took(each['seconds'])}, {_slower(each['slower'])}")
     return lines
 
 
 def limits(told: dict[str, Any]) -> str:
     """What the time hangs on."""
-    worst = told["why"]["sensitivity"]
-    return "; ".join(f"{each['stage']} {each['nudge']:.0%} faster saves {each['saved']:.1%}" for each in worst)
+    found = told["why"]["sensitivity"]
+    saved = ", ".join(f"{each['stage']} {each['saved']:.1%}" for each in found)
+    return f"one stage {found[0]['nudge']:.0%} faster saves: {saved}"
 
 
 def sureness(told: dict[str, Any]) -> str:

@@ -2,13 +2,13 @@
 
 A job of this version gives whole nodes to rollout, inference and training, which is less than a plan can say:
 
-    all stages in turn on all nodes                    policy.name: colocated, all nodes in split.training
-    rollout | inference | training                     policy.name: static, nodes in split
-    rollout | (inference > training)                   the same with split.inference: 0
-    rollout | training (no inference stage)            the same
-    (rollout | inference) > training                   policy.name: adaptive: nodes train when they have generated
+    all stages in turn on all nodes        policy.name: colocated, all nodes in split.training
+    rollout | inference | training         policy.name: static, nodes in split, chunks in dataflow.chunk
+    rollout | (inference > training)       the same with split.inference: 0
+    (rollout | inference) > training       policy.name: adaptive: nodes train when they have generated
 
-Other plans are printed with the nearest that can be carried out.
+and `plan.stage_s` has what each stage is expected to take, by which a run knows when the plan does not hold. Other plans
+are printed with the nearest that can be carried out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
 from dynarl.perf.model import ModelCost
 from dynarl.scheduler.placement.lengths import Lengths
-from dynarl.scheduler.placement.plan import Node, leaves, ranges, shape
+from dynarl.scheduler.placement.plan import Execution, InTurn, Node, SideBySide, leaves, parts, ranges, shape
 from dynarl.scheduler.placement.problem import Posed, Problem, parse
 from dynarl.scheduler.placement.summary import Planned, devices_per_node, name_of
 from dynarl.vps.spec import ModelSpec, SpecError
@@ -213,7 +213,24 @@ def _settings(posed: Posed, plan: Node) -> dict[str, Any]:
     if (tp := layouts["rollout"].degrees.get("tp", 1)) > 1:
         raise ConfigError(f"an engine of a job has one device, and not tp={tp}: `--set rollout_tp=[1]` plans so")
     degrees = layouts["training"].degrees
-    return found | {f"training.{name}": degrees[name] for name in ("tp", "pp", "ep") if name in degrees}
+    found |= {f"training.{name}": degrees[name] for name in ("tp", "pp", "ep") if name in degrees}
+    if chunk := _chunks(posed, plan):
+        found["dataflow.chunk"] = chunk
+    times = Execution(posed.flow, posed.stages, posed.problem.groups, posed.sync_s)
+    times.run(plan)
+    busy_s = {name_of(posed, stage): sum(end - start for start, end in periods) for stage, periods in times.busy.items()}
+    return found | {"plan.stage_s": {name: round(seconds, 3) for name, seconds in busy_s.items()}}
+
+
+def _chunks(posed: Posed, plan: Node) -> dict[str, int]:
+    """Groups that are gathered before rollout's, and then inference's, are handed on; by channel."""
+    beside = plan.first if isinstance(plan, InTurn) else plan
+    if not isinstance(beside, SideBySide):
+        return {}
+    pieces = parts(beside)[1][1:]
+    # What takes turns gets the same chunks one after the other.
+    channels = ("trajectories",) if beside is not plan else ("trajectories", "scored")
+    return {name: posed.problem.groups // pieces[min(i, len(pieces) - 1)] for i, name in enumerate(channels)}
 
 
 def written(config: Config, job: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     >>> lengths = Lengths(prompt=500, median=6000, sigma=0.8, cap=28672)
     >>> round(lengths.mean), round(lengths.at(1e-6))
-    (7797, 28672)
+    (7961, 28672)
     """
 
     prompt: int

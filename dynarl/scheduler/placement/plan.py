@@ -87,6 +87,21 @@ def inner(node: Node) -> Iterator[InTurn | SideBySide]:
         yield from inner(node.second)
 
 
+def parts(node: Node, pieces: int = 1) -> tuple[list[Node], list[int]]:
+    """Parts of nested nodes of one kind in one list, each with the pieces of the batch in which it gets its items, where
+    the node gets its own in `pieces`.
+    """
+    return _parts(node, type(node), pieces)
+
+
+def _parts(node: Node, kind: type, pieces: int) -> tuple[list[Node], list[int]]:
+    if isinstance(node, Alone) or type(node) is not kind:
+        return [node], [pieces]
+    finer = pieces * node.chunks if isinstance(node, SideBySide) else pieces
+    first, second = _parts(node.first, kind, pieces), _parts(node.second, kind, finer)
+    return first[0] + second[0], first[1] + second[1]
+
+
 def ranges(node: Node, first: int = 0) -> dict[int, tuple[int, int]]:
     """Devices of each stage, [first, end)."""
     if isinstance(node, Alone):

@@ -63,15 +63,43 @@ def find_schedule(
     """
     if unit < 1 or num_devices % unit:
         raise ConfigError(f"{num_devices} devices are not a whole number of {unit}")
-    grid = _first_grid(stages, num_devices, unit)
-    exact = len(grid) == num_devices // unit
-    found = _Search(flow, stages, grid, items, mode, sync_s or {}).roots()
-    for reach, ratio in () if exact else itertools.pairwise((COARSE, *FINER)):
-        grid = _grid_around(found[:REFINED], num_devices, unit, ratio, reach)
-        found = _best_of_each(flow, found + _Search(flow, stages, grid, items, mode, sync_s or {}).roots())
+    search = _Sized(flow, stages, num_devices, items, unit, sync_s or {})
+    found = search.found(mode)
+    if mode == "any" and not search.exact:
+        # Pure plans have a finer grid of their own: those around the best mixed ones may pass by their sizes.
+        found = _best_of_each(flow, [*found, *search.found("spatial")])
     if not found:
         raise ConfigError(_why_nothing(flow, stages, num_devices))
     return found
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A search from coarse sizes to fine ones."""
+
+    flow: Flow
+    stages: Sequence[Stage]
+    num_devices: int
+    items: int
+    unit: int
+    sync_s: Mapping[int, float]
+
+    @property
+    def exact(self) -> bool:
+        """All sizes are tried at once."""
+        return self.num_devices // self.unit <= EXACT
+
+    def found(self, mode: Mode) -> list[Found]:
+        grid = _first_grid(self.stages, self.num_devices, self.unit)
+        found = self._on(grid, mode)
+        for reach, ratio in () if self.exact else itertools.pairwise((COARSE, *FINER)):
+            if found:
+                grid = _grid_around(found[:REFINED], self.num_devices, self.unit, ratio, reach)
+                found = _best_of_each(self.flow, found + self._on(grid, mode))
+        return found
+
+    def _on(self, grid: np.ndarray, mode: Mode) -> list[Found]:
+        return _Search(self.flow, self.stages, grid, self.items, mode, self.sync_s).roots()
 
 
 def chain(items: int, most: int = MOST_CHUNKS) -> list[int]:
@@ -179,15 +207,15 @@ class _Search:
         a, b = self.table(first, level, shared), self.table(second, finer, shared)
         chunks = self.chain[finer] // self.chain[level]
         ready = a.ready[:, a.ready.shape[1] // chunks - 1 :: a.ready.shape[1] // chunks]
-        other = self.remainder[rows]
+        sizes, other = self._splits(a, rows)
         chunk_s = np.where(other >= 0, b.seconds[other], np.inf)
         total = np.full(other.shape, -np.inf)
         for k in np.unique(np.linspace(0, chunks - 1, POINTS).round().astype(int)):
-            np.maximum(total, ready[None, :, k] + (chunks - k) * chunk_s, out=total)
-        i = total.argmin(axis=1)
-        j = np.maximum(other[np.arange(len(rows)), i], 0)
+            np.maximum(total, ready[None, sizes, k] + (chunks - k) * chunk_s, out=total)
+        best = total.argmin(axis=1)
+        i, j = sizes[best], np.maximum(other[np.arange(len(rows)), best], 0)
         # Each chunk begins when it is there and the one before is done; the points within it follow the second's pace.
-        step = chunk_s[np.arange(len(rows)), i][:, None]
+        step = chunk_s[np.arange(len(rows)), best][:, None]
         number = np.arange(chunks)
         with np.errstate(invalid="ignore"):
             begin = np.maximum.accumulate(ready[i] - number * step, axis=1) + number * step
@@ -199,16 +227,21 @@ class _Search:
     def _beside(self, first: int, second: int, level: int, shared: bool, rows: np.ndarray) -> _Table:
         """Side by side in one chunk: one after the other where something flows, else at the same time."""
         a, b = self.table(first, level, shared), self.table(second, level, shared)
-        other = self.remainder[rows]
+        sizes, other = self._splits(a, rows)
         joined = self.flow.joined(first, second)
         theirs = np.where(other >= 0, b.seconds[other], np.inf)
-        total = a.seconds[None, :] + theirs if joined else np.maximum(a.seconds[None, :], theirs)
-        i = total.argmin(axis=1)
-        j = np.maximum(other[np.arange(len(rows)), i], 0)
+        total = a.seconds[None, sizes] + theirs if joined else np.maximum(a.seconds[None, sizes], theirs)
+        best = total.argmin(axis=1)
+        i, j = sizes[best], np.maximum(other[np.arange(len(rows)), best], 0)
         done = a.seconds[i][:, None] + b.ready[j] if joined else np.maximum(a.ready[i], b.ready[j])
-        done[~np.isfinite(total[np.arange(len(rows)), i])] = np.inf
+        done[~np.isfinite(total[np.arange(len(rows)), best])] = np.inf
         load_s = np.maximum(a.load_s[i], b.load_s[j])
         return _made(SIDE_BY_SIDE, first, level, self._synced(done, first, second, level), load_s, i, j)
+
+    def _splits(self, first: _Table, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sizes of the first part that bring it something, and what each leaves to the second: [S], [rows, S]."""
+        sizes = np.flatnonzero(np.concatenate([[True], first.seconds[1:] < first.seconds[:-1]]))
+        return sizes, self.remainder[np.ix_(rows, sizes)]
 
     def _synced(self, done: np.ndarray, first: int, second: int, level: int) -> np.ndarray:
         """With the time in which state gets across the cut, once in an iteration."""

@@ -14,7 +14,7 @@ from dynarl.errors import ConfigError
 from dynarl.perf.device import Device
 from dynarl.perf.model import ModelCost
 from dynarl.scheduler.placement.cycle import Cycle
-from dynarl.scheduler.placement.plan import Alone, Execution, InTurn, Node, SideBySide, leaves, mode, ranges, shape
+from dynarl.scheduler.placement.plan import Alone, Execution, InTurn, Node, SideBySide, leaves, mode, parts, ranges, shape
 from dynarl.scheduler.placement.problem import Posed, Problem, pose
 from dynarl.scheduler.placement.search import Found, find_schedule
 from dynarl.scheduler.placement.stability import Stability, stability
@@ -176,8 +176,8 @@ def tree(planned: Planned) -> dict[str, Any]:
 def _tree(planned: Planned, node: Node, places: dict[int, tuple[int, int]], pieces: int) -> dict[str, Any]:
     if isinstance(node, Alone):
         return _leaf(planned, node, places[node.stage])
-    parts, chunks = _parts(node, type(node), pieces)
-    told = [_tree(planned, part, places, each) for part, each in zip(parts, chunks, strict=True)]
+    inner, chunks = parts(node, pieces)
+    told = [_tree(planned, part, places, each) for part, each in zip(inner, chunks, strict=True)]
     return {
         "kind": "in_turn" if isinstance(node, InTurn) else "side_by_side",
         "devices": [min(each["devices"][0] for each in told), max(each["devices"][1] for each in told)],
@@ -186,15 +186,6 @@ def _tree(planned: Planned, node: Node, places: dict[int, tuple[int, int]], piec
         "chunks": chunks[1:] if isinstance(node, SideBySide) else None,
         "parts": told,
     }
-
-
-def _parts(node: Node, kind: type, pieces: int) -> tuple[list[Node], list[int]]:
-    """Parts of nested nodes of one kind in one list, each with the pieces of the batch that it is given at a time."""
-    if type(node) is not kind:
-        return [node], [pieces]
-    finer = pieces * node.chunks if isinstance(node, SideBySide) else pieces
-    first, second = _parts(node.first, kind, pieces), _parts(node.second, kind, finer)
-    return first[0] + second[0], first[1] + second[1]
 
 
 def _leaf(planned: Planned, leaf: Alone, place: tuple[int, int]) -> dict[str, Any]:
