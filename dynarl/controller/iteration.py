@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable, Iterable, Iterator
+from typing import Any, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 from dynarl import wire
 from dynarl.config.schema import Config, Policy
@@ -177,13 +178,7 @@ class Iteration:
                 if (moves := needed()) and self._change is None and self._is_possible(moves):
                     self._begin(moves)
                 self._consider(to_train)
-                self._changed.clear()
-                try:
-                    # Not wait_for: Python 3.11's swallows a cancellation that comes together with the event.
-                    async with asyncio.timeout(self._pause_s()):
-                        await self._changed.wait()
-                except TimeoutError:
-                    pass
+                await self._something_happens()
         except BaseException:
             self._given_up = True
             if self._turns is not None:
@@ -192,6 +187,31 @@ class Iteration:
         finally:
             for task in self._tasks if not reached() else ():
                 task.cancel()
+
+    @asynccontextmanager
+    async def going_on(self) -> AsyncIterator[None]:
+        """Around an optimizer step: requests and groups to be scored are handed out meanwhile, roles stay."""
+        task = asyncio.ensure_future(self._keep_handing_out())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_handing_out(self) -> None:
+        while self._error is None:
+            self._hand_out(Minibatch(0))
+            await self._something_happens()
+
+    async def _something_happens(self) -> None:
+        """Until then, or until it is time to look."""
+        self._changed.clear()
+        try:
+            # Not wait_for: Python 3.11's swallows a cancellation that comes together with the event.
+            async with asyncio.timeout(self._pause_s()):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
 
     def _pause_s(self) -> float:
         """How long to wait when nothing happens."""

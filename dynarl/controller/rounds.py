@@ -95,19 +95,21 @@ class Rounds:
         self.monitor.begin(number)
         self.stage = run = self._new_iteration(samples, temperature=algorithm.temperature, scored_by_inference=scored)
         stepped = []
+        await self.trainer.begin(self.progress.step + 1, "grpo", self.away())
         for index in range(algorithm.minibatches):
-            await self.trainer.begin(self.progress.step + 1, "grpo", self.away())
             await run.accumulate(index)
             if index + 1 == algorithm.minibatches:
                 self.monitor.conclude()
             batch = await run.awake(index, self.trainer.owner_nodes)
-            stepped.append(await self._step(number, run, batch))
-            if index + 1 < algorithm.minibatches:
-                # Inference still scores with the weights that generated.
-                await self.staging.refresh_trainers(
-                    [n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version
-                )
-                run.training_weights = self.weights
+            async with run.going_on():
+                stepped.append(await self._step(number, run, batch))
+                if index + 1 < algorithm.minibatches:
+                    # Inference still scores with the weights that generated.
+                    await self.staging.refresh_trainers(
+                        [n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version
+                    )
+                    run.training_weights = self.weights
+                    await self.trainer.begin(self.progress.step + 1, "grpo", self.away())
         ended = self.clock()
         self.progress.iteration = number
         await self.staging.everywhere()

@@ -34,10 +34,10 @@ class SimFleet:
             for rank, (name, home) in enumerate(world.homes.items())
         }
         self.nodes = {name: SimNode(self, name, home) for name, home in world.homes.items()}
+        self.far_apart = [(name, 0) for name in (list(world.homes)[0], list(world.homes)[-1])]
         self.calls: dict[tuple[str, int], ToolCall] = {}  # (sample, tokens of its response) -> the call made there
         self.deaths = 0
         self._old_engines_tokens = self._tokens_before = 0
-        self._network_ns: dict[tuple[str, tuple[int, ...], int], int] = {}
 
     # --- what nodes use
 
@@ -64,10 +64,7 @@ class SimFleet:
         group = tuple((self.agents[node].rank * devices + device) * each for node, device in places)
         if num_bytes == 0 or len(group) < 2:
             return 0
-        key = op, group, num_bytes
-        if key not in self._network_ns:
-            self._network_ns[key] = nanoseconds(self.world.network.seconds(op, group, -(-num_bytes // each)))
-        return self._network_ns[key]
+        return nanoseconds(self.world.network.seconds(op, group, -(-num_bytes // each)))
 
     # --- iterations
 

@@ -271,22 +271,22 @@ class SimNode:
     def _take(self, role: str, lease: int, devices: list[int], samples: list[dict]) -> None:
         self._check_alive(role, "a lease")
         [device] = devices
-        fetched_ns = self._fetch_ns(device, samples)
+        fetched_ns = self._fetch_ns(samples)
         queue = self._leases[role, device]
         queue.append(Lease(lease, [s["sample"] for s in samples], self._loop.now_ns + fetched_ns))
         self._log.note("lease", self.name, role, lease, fetched_ns)
         if len(queue) == 1:
             self._start(role, device)
 
-    def _fetch_ns(self, device: int, samples: list[dict]) -> int:
+    def _fetch_ns(self, samples: list[dict]) -> int:
         """How long these take from the nodes that hold them. Raises KeyError where one does not."""
         tokens: Counter[str] = Counter()
         for item in samples:
             sample, holder = item["sample"], item["holder"]
             tokens[holder] += self._fleet.requests[sample].prompt_tokens + self._fleet.nodes[holder].held[sample]
         tokens.pop(self.name, None)
-        each, here = self._world.sample_bytes, (self.name, device)
-        return max((self._fleet.network_ns("p2p", [(n, 0), here], each * t) for n, t in tokens.items()), default=0)
+        # Between any two nodes as between the first and the last one: it is little, whatever the way.
+        return self._fleet.network_ns("p2p", self._fleet.far_apart, self._world.sample_bytes * max(tokens.values(), default=0))
 
     def _start(self, role: str, device: int) -> None:
         lease = self._leases[role, device][0]

@@ -27,6 +27,9 @@ class Idle(Iteration):
     def _consider(self, to_train):
         pass
 
+    def _pause_s(self):
+        return 0.1
+
 
 def test_a_cancellation_together_with_an_event_ends_it():
     async def cancelled_with_an_event(turns: int) -> None:
