@@ -215,7 +215,11 @@ class Router:
         begun = np.array([self._begun.get(sample, (now, 0.0)) for sample in samples]).reshape(-1, 2)
         tokens = np.minimum(begun[:, 1] + (now - begun[:, 0]) / step_s, self._lengths.max_tokens - 1)
         sampled = tokens.astype(int) - np.array([self._masked.get(sample, 0) for sample in samples], int)
-        return tokens, sampled, self._remaining_at[sampled]
+        return tokens, sampled, self._expected(samples, tokens, sampled)
+
+    def _expected(self, samples: list[str], tokens: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+        """Tokens still expected of requests that have so many, of which some were sampled."""
+        return self._remaining_at[sampled]
 
     def _step_s(self, node: str, running: int) -> float:
         """Seconds in which each of so many requests on a node gets a token; infinite while speeds are unknown."""
@@ -244,7 +248,8 @@ class Router:
 
     def _request(self, sample: str, tokens: float, home: str | None) -> Request:
         tokens = min(tokens, self._lengths.max_tokens - 1)
-        remaining = self._remaining[int(tokens) - self._masked.get(sample, 0)]
-        return Request(
-            sample, wire.group_of(sample), self._prompt_tokens + tokens, remaining, home, "preferred" if home else "none"
-        )
+        prefix, remaining = self._prompt_tokens + tokens, self._expected_of(sample, tokens)
+        return Request(sample, wire.group_of(sample), prefix, remaining, home, "preferred" if home else "none")
+
+    def _expected_of(self, sample: str, tokens: float) -> float:
+        return self._remaining[int(tokens) - self._masked.get(sample, 0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dynarl.controller.fleet import AgentInfo, Fleet
@@ -29,12 +29,14 @@ class SimFleet:
         self.message_ns, self.verify_ns = nanoseconds(world.times.message_s), nanoseconds(world.times.verify_s)
         self.figures_ns = nanoseconds(world.figures_s)
         self.listener: Any = None
+        self.progress: Callable[[int, int], None] = lambda done, of: None
         self.agents = {
             name: AgentInfo(name, home, rank, f"tcp://{name}:1", "/staging", "simulated", len(world.homes), 0)
             for rank, (name, home) in enumerate(world.homes.items())
         }
         self.nodes = {name: SimNode(self, name, home) for name, home in world.homes.items()}
         self.far_apart = [(name, 0) for name in (list(world.homes)[0], list(world.homes)[-1])]
+        self.requests: dict[str, SimRequest] = {}
         self.calls: dict[tuple[str, int], ToolCall] = {}  # (sample, tokens of its response) -> the call made there
         self.deaths = 0
         self._old_engines_tokens = self._tokens_before = 0
@@ -80,6 +82,11 @@ class SimFleet:
                 node, at_ns = self.nodes[failure.node], self.loop.now_ns + nanoseconds(failure.at_s)
                 self.loop.at(at_ns - PARTS_INTERVAL_NS, node.record_parts)
                 self.loop.at(at_ns, node.die, failure.role)
+
+    def finished(self, sample: str, tokens: int) -> None:
+        """An answer is complete and verified."""
+        self.books.generated[sample] = tokens
+        self.progress(len(self.books.generated), len(self.requests))
 
     def close(self) -> None:
         """Raises ConservationError unless everything happened as it is due, exactly once."""

@@ -192,7 +192,7 @@ class SimNode:
 
     def _verified(self, sample: str, tokens: int) -> None:
         request = self._fleet.requests[sample]
-        self._fleet.books.generated[sample] = tokens
+        self._fleet.finished(sample, tokens)
         self._fleet.emit(
             "finished", self.name, sample=sample, reward=float(self._fleet.reward(sample)), correct=True, timed_out=False,
             tokens=tokens, prompt_tokens=request.prompt_tokens, finish="length" if tokens >= self._most_tokens else "stop", version=self.versions["rollout"],
@@ -459,6 +459,7 @@ class SimNode:
             return
         self.dead.add(role)
         self.attempts[role] += 1
+        self._fleet.deaths += 1
         self._log.note("died", self.name, role)
         held: list[str] = []
         if role == "rollout":

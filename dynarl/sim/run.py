@@ -32,6 +32,7 @@ from dynarl.scheduler.policy import capabilities
 from dynarl.sim.books import ConservationError, EventLog
 from dynarl.sim.fleet import SimFleet
 from dynarl.sim.loop import VirtualLoop
+from dynarl.sim.oracle import OracleRouter, TrueLengths
 from dynarl.sim.weights import SimStaging
 from dynarl.sim.workload import SimRequest
 from dynarl.sim.world import World
@@ -167,8 +168,13 @@ class _Simulation:
         )
         monitor.overhead = Overhead(loop.time)  # decisions take no simulated time of the controller
         self.fleet = SimFleet(world, loop, self.log)
+        self.fleet.progress = self.progress
+        if self.oracle:
+            monitor.lengths = TrueLengths(config.algorithm.max_response_tokens, self.fleet)
         rounds = self.rounds = Rounds(config, world.homes, self.fleet, self.journal, _Writer(), monitor)
         rounds.lease_numbers = itertools.count(1)  # not those of the process: runs must not differ by what ran before
+        if self.oracle:
+            rounds.router = OracleRouter(config, monitor.lengths, self.fleet)
         rounds.may = capabilities(config.policy, world.homes)
         rounds.trainer = Trainer(config, self.fleet, world.homes, degrees.first(config.training))
         rounds.workers = Workers(rounds)

@@ -65,7 +65,7 @@ def test_values_are_read_without_the_surprises_of_yaml(written, path, value):
         ("cluster: {nodes: 2.5}", "job:1: cluster.nodes: expected int, got 2.5"),
         ("cluster: {nodes: null}", "job:1: cluster.nodes: expected int, got null"),
         ("cluster: {requeue: yes}", "job:1: cluster.requeue: expected bool, got 'yes'"),
-        ("policy: {name: stat}", "job:1: policy.name: expected one of static, threshold, adaptive, colocated, got 'stat'"),
+        ("policy: {name: stat}", "job:1: policy.name: expected one of static, threshold, adaptive, colocated, in_turn, published, got 'stat'"),
         ("policy: {threshold: 0}", "job:1: policy.threshold: expected int >= 1, got 0"),
         ("policy: static", "job:1: policy is a section with keys of its own, got 'static'"),
         ("run: {name: '../x'}", "job:1: run.name: expected str matching regex"),
