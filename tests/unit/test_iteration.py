@@ -76,6 +76,10 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             assert sorted(iteration.ledger.trained(batch)) == sorted(total)
             sampled = sum(cluster.lengths(s) - cluster.lengths(s) // TURN for s in total)
             assert iteration.counted_tokens(batch) == sampled, "what tools wrote does not count"
+            if policy.switching == "node" and index + 1 < minibatches:
+                switched = cluster.switched.total()
+                await asyncio.sleep(0.05)  # the optimizer steps, new weights go to the nodes
+                assert cluster.switched.total() == switched, "a node switched while the weights changed"
             for node in cluster.agents.values():
                 node.buffer.clear()
         assert all(cluster.agents[n].active == r for n, r in epochs.roles.items())
@@ -171,6 +175,13 @@ def test_nodes_that_switch_by_themselves_do_it_once_per_role_where_everything_is
     policy = Policy(name="colocated", switching="node", dwell_s=0.0)
     cluster = run(homes(2, 1, 1), policy, 1, tmp_path, chunk={"trajectories": "all", "scored": "all"}, groups=16)
     assert set(cluster.switched.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nobody_switches_while_the_weights_change(seed, tmp_path):
+    """Early minibatches are trained while slow nodes still generate what the others are about to score."""
+    policy = Policy(name="colocated", switching="node", dwell_s=0.0, rebalance=False)
+    run(homes(2, 1, 1), policy, seed, tmp_path, minibatches=8, membership="completion", groups=32, size=2, slow=("n1", "n3"), longest=60)
 
 
 @pytest.fixture
