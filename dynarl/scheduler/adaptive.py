@@ -44,7 +44,7 @@ LEAST_ERROR = 0.1
 # A node that generates can leave when it pays, one that does not hardly comes back. So fewer generate at first only
 # if that is forecast to end earlier by this share.
 START_SHARE = 0.1
-# Finishes that differ by less are the same: then fewer moves win, and now wins over later.
+# Finishes that differ by less are the same: then fewer moves win.
 SAME = 5e-3
 # A later change of rollout begins in one of these cells of the forecast (it has `CELLS`, denser at the beginning).
 LATER_CELLS = (4, 11, 20)
@@ -250,7 +250,7 @@ def _choose(
     if not worth.any():
         return 0, stay_s, "no move gains more than it costs"
     first = float(best_s[worth].min())
-    if first > stay_s * (1.0 + SAME):
+    if first > stay_s:
         return 0, stay_s, "the same later is better than a move now"
     ties = [
         (plans[i].moved, best, i)
