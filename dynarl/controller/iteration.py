@@ -426,8 +426,9 @@ class Iteration:
         self._change = asyncio.ensure_future(self._move(moves))
 
     def _is_possible(self, moves: dict[str, str]) -> bool:
-        """Whether the workers live, and somebody goes on generating while there is something to generate."""
-        generating = any(role == "rollout" and node not in moves for node, role in self._epochs.roles.items())
+        """Whether the workers live, and somebody goes on generating while there is something to generate; nodes that
+        switch by themselves come back to that after the step."""
+        generating = self._turns is not None or any(role == "rollout" and node not in moves for node, role in self._epochs.roles.items())
         return self._down.isdisjoint(moves.items()) and (generating or not self._num_to_generate())
 
     def view(self, to_train: Minibatch) -> View:

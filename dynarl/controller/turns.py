@@ -42,9 +42,9 @@ class Turns:
         self._still = True
 
     def take_work(self, role: str) -> list[str]:
-        """Nodes that are given work of a role. Requests that a fault left behind do not wait for the step."""
-        still = self._still and role != "rollout"
-        return [n for n, given in self.given.items() if given == role and not (still and self._epochs.roles[n] != role)]
+        """Nodes that are given work of a role."""
+        roles = self._epochs.roles if self._still else self.given
+        return [node for node, given in self.given.items() if given == roles[node] == role]
 
     def free(self) -> list[str]:
         """Nodes that have nothing to do."""
@@ -52,9 +52,7 @@ class Turns:
         return [node for node in self.given if node not in busy]
 
     def only_free(self, moves: Mapping[str, str]) -> dict[str, str]:
-        """Those of `moves` whose nodes can make them now: no request waits for a node, and this one has none."""
-        if self._ledger.num_waiting:
-            return {}
+        """Those of `moves` whose nodes have nothing else to do. Requests that a fault left behind wait for the step."""
         free = self.free()
         return {node: role for node, role in moves.items() if node in free}
 

@@ -78,7 +78,8 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             assert iteration.counted_tokens(batch) == sampled, "what tools wrote does not count"
             if policy.switching == "node" and index + 1 < minibatches:
                 switched = cluster.switched.total()
-                await asyncio.sleep(0.05)  # the optimizer steps, new weights go to the nodes
+                async with iteration.going_on():
+                    await asyncio.sleep(0.05)  # the optimizer steps, new weights go to the nodes
                 assert cluster.switched.total() == switched, "a node switched while the weights changed"
             for node in cluster.agents.values():
                 node.buffer.clear()
