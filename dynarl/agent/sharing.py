@@ -33,7 +33,7 @@ class Sharing:
             self._lock = DeviceLock(order)
 
     async def end(self) -> None:
-        """Roles are for the controller to change again. Hand-outs that wait are refused; what was handed over goes on."""
+        """Roles are for the controller to change again. Hand-outs that wait are refused; those that were not go on."""
         self._lock = self._kept = None
         for begun in self._begun.values():
             if not begun.done():

@@ -121,8 +121,8 @@ class Policy(Section):
     switching: Annotated[
         Literal["job", "node"],
         doc(
-            "of colocated. job: roles change together, by a protocol over all that are concerned. node: on each node the "
-            "roles take turns at its devices by themselves, as soon as the work there allows"
+            "of colocated. job: roles change together, by a protocol over all that are concerned. node: on each node "
+            "the roles take turns at its devices by themselves, as soon as the work there allows"
         ),
     ] = "job"
     dwell_s: Annotated[NonNegative, doc("least time between two moves while answers are generated")] = 0.3

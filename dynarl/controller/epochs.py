@@ -114,7 +114,8 @@ class Epochs:
         moves = [{"node": node, "source": self.roles[node], "target": role}]
         self.roles[node] = role
         outcome = Outcome(self.epoch, True, phases=phases, pause_ms=sum(phases.values()))
-        self._journal.append("epoch_proposed", epoch=self.epoch, moves=moves, reason="its devices are free for this role")
+        reason = "its devices are free for this role"
+        self._journal.append("epoch_proposed", epoch=self.epoch, moves=moves, reason=reason)
         self._journal.append(
             "epoch_committed", epoch=self.epoch, roles=self.roles, moves=moves, phases=phases, pause_ms=outcome.pause_ms
         )

@@ -428,8 +428,10 @@ class Iteration:
     def _is_possible(self, moves: dict[str, str]) -> bool:
         """Whether the workers live, and somebody goes on generating while there is something to generate; nodes that
         switch by themselves come back to that after the step."""
-        generating = self._turns is not None or any(role == "rollout" and node not in moves for node, role in self._epochs.roles.items())
-        return self._down.isdisjoint(moves.items()) and (generating or not self._num_to_generate())
+        roles = self._epochs.roles
+        generating = any(role == "rollout" and node not in moves for node, role in roles.items())
+        safe = self._turns is not None or generating or not self._num_to_generate()
+        return self._down.isdisjoint(moves.items()) and safe
 
     def view(self, to_train: Minibatch) -> View:
         count = self.ledger.num_in_state

@@ -88,8 +88,8 @@ def with_trainers(config: Config, home: dict[str, str], num_training: int) -> di
 
 
 def with_inference(home: dict[str, str], num_inference: int) -> dict[str, str]:
-    """Home roles with `num_inference` nodes in inference. The last rollout nodes join, the last inference nodes leave to
-    generate. Raises ConfigError where too few are left.
+    """Home roles with `num_inference` nodes in inference. The last rollout nodes join, the last inference nodes leave
+    to generate. Raises ConfigError where too few are left.
 
     >>> with_inference({"n1": "training", "n2": "inference", "n3": "rollout", "n4": "rollout"}, 2)
     {'n1': 'training', 'n2': 'inference', 'n3': 'rollout', 'n4': 'inference'}

@@ -1,8 +1,8 @@
-"""The split of the nodes, planned again while the job runs: what each iteration took is held against the plan, and where
-it is off for good another split is made and carried out between two iterations.
+"""The split of the nodes, planned again while the job runs: what each iteration took is held against the plan, and
+where that is off for good another split is made and carried out between two iterations.
 
-The trainer grows or shrinks by a change of its layout (`Recut`), its state moves live; other nodes get another home role
-and take it when the next iteration begins. No checkpoint is written or read.
+The trainer grows or shrinks by a change of its layout (`Recut`), its state moves live; other nodes get another home
+role and take it when the next iteration begins. No checkpoint is written or read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Replanner:
             self._stay(told, measured, f"it would save {proposal.gain_s:.2f} s an iteration, too little for a change")
         elif (reason := await self._change(number, proposal)) is None:
             self._watch.plan(proposal.seconds)
-            job.journal.append("replanned", state="committed", home=job.home, cost_s=self._change_s, **told, durable=True)
+            told |= {"home": job.home, "cost_s": round(self._change_s, 3)}
+            job.journal.append("replanned", state="committed", **told, durable=True)
             log.info("another split from iteration %d on: %s", number, proposal.nodes)
         else:
             self._stay(told, measured, reason, "cancelled")

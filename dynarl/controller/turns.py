@@ -1,7 +1,8 @@
 """Nodes whose roles take turns by themselves, during one iteration: which role each is given work of.
 
 The controller hands a node work of a role, and the node switches when its devices are free. The map of roles follows
-when the node tells (`Epochs.switched`). While the optimizer steps, and until the new weights are there, nobody switches.
+when the node tells (`Epochs.switched`). While the optimizer steps, and until the new weights are there, nobody
+switches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Channels of complete groups between two components, which pass them on in chunks.
 
-A chunk of 1 lets every group through at once: the components work side by side. `all` holds everything back until upstream
-has ended: they work in turn. In between, a larger chunk wakes downstream less often, and later::
+A chunk of 1 lets every group through at once: the components work side by side. `all` holds everything back until
+upstream has ended: they work in turn. In between, a larger chunk wakes downstream less often, and later::
 
     put a, put b            chunk 3: gathered, not offered
     put c                   a, b, c are offered
@@ -34,7 +34,7 @@ class Channel:
         return self._offered
 
     def put(self, name: str) -> list[str]:
-        """Upstream is done with a group. Returns those that are offered from now on, in the order in which they came."""
+        """Upstream is done with a group. Returns those that are offered from now on, in the order of coming."""
         if name in self._offered or name in self._gathered:
             return []
         self._gathered[name] = None

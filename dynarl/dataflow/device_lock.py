@@ -8,10 +8,10 @@ One component at a time has all of them, and it may enter as often as it likes a
     rollout enters          waits as well, but before inference: what it makes is what inference will want
     rollout leaves, twice   the devices change hands: rollout again, then inference
 
-Why it cannot deadlock: a turn takes everything that it needs at once, so nobody holds devices while it waits for others;
-and work is handed to a component only when what it works on has been made, so a turn that holds the devices never waits
-for one that wants them. Why nobody starves: turns go first come, first served, but for a component further up in the
-workflow, which goes before those below it, and before each of these only once.
+Why it cannot deadlock: a turn takes everything that it needs at once, so nobody holds devices while it waits for
+others; and work is handed to a component only when what it works on has been made, so a turn that holds the devices
+never waits for one that wants them. Why nobody starves: turns go first come, first served, but for a component further
+up in the workflow, which goes before those below it, and before each of these only once.
 
 Pure: no clock, no tasks. `enter` and `leave` say who may begin.
 """

@@ -24,8 +24,8 @@ STAY = "stay"
 class Entry:
     """One line of the story.
 
-    kind: decision, roles, layout, plan or recovery; label: `7` for decision 7, `e103` for epoch 103, empty for what has no
-    number; t: unix seconds; at_s: since the run started; record: what it is made from; epochs: that carried it out, each
+    kind: decision, roles, layout, plan or recovery; label: `7` for decision 7, `e103` for epoch 103, empty for what has
+    no number; t: unix seconds; at_s: since the run started; record: what it is made from; epochs: that carried it out, each
     with its `state` and what it took; came: what came of it where no epoch says so.
     """
 
@@ -87,7 +87,8 @@ def moves_text(moves: dict[str, str]) -> str:
 def split_text(replanned: Record) -> str:
     """What a plan made while the job ran changes about the split.
 
-    >>> split_text({"nodes": {"rollout": 1, "training": 3}, "proposed": {"rollout": 3, "training": 1}, "state": "committed"})
+    >>> before, after = {"rollout": 1, "training": 3}, {"rollout": 3, "training": 1}
+    >>> split_text({"nodes": before, "proposed": after, "state": "committed"})
     'rollout on 3 nodes (was 1), training on 1 (was 3)'
     >>> split_text({"nodes": {"rollout": 1}, "state": "kept"})
     'the split stays'
@@ -106,8 +107,10 @@ def off_text(replanned: Record) -> str:
     >>> off_text({"off": {}, "window": 3})
     'what 3 iterations took'
     """
-    parts = [f"{stage} took {abs(100 * share):.0f} % {'more' if share > 0 else 'less'}" for stage, share in replanned["off"].items()]
-    window = f"{replanned['window']} iterations"
+    off, window = replanned["off"], f"{replanned['window']} iterations"
+    parts = [
+        f"{stage} took {100 * abs(share):.0f} % {'more' if share > 0 else 'less'}" for stage, share in off.items()
+    ]
     return f"over {window}: {', '.join(parts)} than planned" if parts else f"what {window} took"
 
 

@@ -7,8 +7,8 @@ The rule, in four lines:
   before its last answer is there, and a node that left for nothing would only crowd the others.
 - The other nodes share inference and training in proportion to the work that is left for each; a node changes only when
   its present role has nothing to hand out and the other has.
-- Where the roles of a node take turns by themselves, a node that has nothing to do takes a role that has work waiting; no
-  more nodes take it than there are groups that wait.
+- Where the roles of a node take turns by themselves, a node that has nothing to do takes a role that has work waiting;
+  no more nodes take it than there are groups that wait.
 - Nobody returns to rollout before the next iteration: on-policy data for it does not exist before the weights do. Only when
   a fault leaves requests behind and no rollout node is there, one returns.
 

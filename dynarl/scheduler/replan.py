@@ -33,8 +33,8 @@ LEAST_GAIN = 0.05
 
 
 class Watch:
-    """What was planned and what came. planned: seconds of each stage in an iteration, on its nodes; empty while there is
-    no plan: then the first `window` iterations are the profile that the first one is made from.
+    """What was planned and what came. planned: seconds of each stage in an iteration, on its nodes; empty while there
+    is no plan: then the first `window` iterations are the profile that the first one is made from.
 
     >>> watch = Watch({"rollout": 10.0, "training": 4.0}, tolerance=0.15, window=2)
     >>> for seconds in (4.1, 9.0, 8.0):
@@ -133,7 +133,7 @@ class Spread:
 
 
 class Rollout(Spread):
-    """Nodes decode side by side, as many requests as they are given and hold, each at the pace of that many (`StepTime`),
+    """Nodes decode side by side, as many requests as they are given and hold, at the pace of that many (`StepTime`),
     and the longest answer takes its time on however many nodes. Scaled to what was seen.
     """
 
@@ -153,7 +153,8 @@ class Rollout(Spread):
 
 @dataclass(frozen=True)
 class Proposal:
-    """nodes, seconds: of each stage, as proposed; now_s, then_s: of an iteration, with the split that is and with this one."""
+    """nodes, seconds: of each stage, as proposed; now_s, then_s: of an iteration, with the split that is and with this.
+    """
 
     nodes: dict[str, int]
     seconds: dict[str, float]
