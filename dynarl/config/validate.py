@@ -172,8 +172,10 @@ def _switching(config: Config) -> Iterator[str]:
 def _plan(config: Config) -> Iterator[str]:
     if not config.plan.replan:
         return
-    if config.policy.name == "colocated":
-        yield "plan.replan with policy.name = colocated: all nodes take all roles, so there is no split to change"
+    if config.policy.name in TAKING_TURNS:
+        yield (
+            f"plan.replan with policy.name = {config.policy.name}: all nodes take all roles, so there is no split to change"
+        )
     if config.training.layouts:
         yield (
             "plan.replan with training.layouts: both would say how many nodes train; leave out one of them "

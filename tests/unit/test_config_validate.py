@@ -49,6 +49,8 @@ def test_what_works_is_accepted(written):
             "dataflow.chunk: 'answers' is no channel of the workflow grpo on which whole groups go from one role to another; "
             "those are trajectories, scored",
         ),
+        ("plan: {replan: true}\npolicy: {name: colocated}", "plan.replan with policy.name = colocated: all nodes take all roles"),
+        ("plan: {replan: true}\ntraining: {layouts: {2: nodes=2}}", "plan.replan with training.layouts: both would say how many"),
         ("policy: {switching: node}", "policy.switching = node with policy.name = threshold"),
         (
             "policy: {name: colocated, switching: node}\nsplit: {rollout: 1, training: 2}\ntraining: {pp: 2}",
