@@ -251,15 +251,16 @@ class Iteration:
 
     def _at_work(self, role: str) -> list[str]:
         """Nodes that take work of `role` now."""
-        if self._turns is not None:
-            away = self._leaving | {n for n, r in self._down if r == role}
-            return [n for n in self._turns.take_work(role) if n not in away]
-        state = self._epochs.num_changes, frozenset(self._leaving), frozenset(self._down)
+        turns = self._turns
+        state = (
+            self._epochs.num_changes, turns and turns.num_changes, frozenset(self._leaving), frozenset(self._down)
+        )
         if state != self._places_state:
             self._places_state, self._places = state, {}
         if role not in self._places:
             away = self._leaving | {n for n, r in self._down if r == role}
-            self._places[role] = [n for n, r in self._epochs.roles.items() if r == role and n not in away]
+            takers = [n for n, r in self._epochs.roles.items() if r == role] if turns is None else turns.take_work(role)
+            self._places[role] = [node for node in takers if node not in away]
         return self._places[role]
 
     # --- handing out
@@ -402,7 +403,7 @@ class Iteration:
             return
         if self._turns is not None:
             moves = take_turns(self.view(to_train), self._turns.free())
-            self._turns.given.update({n: r for n, r in moves.items() if (n, r) not in self._down})
+            self._turns.give({n: r for n, r in moves.items() if (n, r) not in self._down})
             return
         with self._monitor.overhead("decisions"):
             if self._policy.name == "adaptive":
@@ -440,7 +441,8 @@ class Iteration:
         return View(
             roles=roles, may=self._may, waiting=self.ledger.num_waiting, generating=count("generating"),
             running={n: self.ledger.num_running_on(n) for n, r in roles.items() if r == "rollout"},
-            needs_scoring=self._needs_scoring, to_score=sum(1 for _ in self._to_score()), scoring=count("scoring"),
+            needs_scoring=self._needs_scoring, to_score=count("generated") - self._into["inference"].num_gathered,
+            scoring=count("scoring"),
             to_train=sum(1 for _ in self._to_train(to_train)), training=count("training"),
             minibatch=self._minibatch, num_samples=self._num_samples, num_groups=len(self.ledger.groups),
             num_complete=len(self.ledger.groups) - count("generating"))

@@ -18,18 +18,20 @@ from dynarl.wire import CallError
 
 
 class Turns:
-    """given: role that each node is given work of; order: of the roles, from the first to work on a sample."""
+    """given: role that each node is given work of; num_changes: of what `take_work` answers, those of the map of roles
+    left out; order: of the roles, from the first to work on a sample."""
 
     def __init__(self, fleet: Fleet, epochs: Epochs, ledger: Ledger, leases: Leases, order: list[str]):
         self._fleet, self._epochs, self._ledger, self._leases, self._order = fleet, epochs, ledger, leases, order
         self.given = dict(epochs.roles)
+        self.num_changes = 0
         self._still = False
 
     async def begin(self, weights: Mapping[str, Weights]) -> None:
         """Nodes may switch, each to a role on its `weights`."""
         needed = {role: {"version": each.version, "digest": each.digest} for role, each in weights.items()}
         await self._fleet.call_each(self.given, "share", order=self._order, weights=needed)
-        self._still = False
+        self._hold(False)
 
     async def end(self) -> None:
         """No node switches by itself any more, also where its agent is not there to be told."""
@@ -40,7 +42,17 @@ class Turns:
 
     def hold_still(self) -> None:
         """Until `begin`: a node that is in another role than it is given work of gets no more of it."""
-        self._still = True
+        self._hold(True)
+
+    def _hold(self, still: bool) -> None:
+        self._still = still
+        self.num_changes += 1
+
+    def give(self, roles: Mapping[str, str]) -> None:
+        """Other roles that nodes are given work of."""
+        if roles:
+            self.given.update(roles)
+            self.num_changes += 1
 
     def take_work(self, role: str) -> list[str]:
         """Nodes that are given work of a role."""
@@ -49,8 +61,8 @@ class Turns:
 
     def free(self) -> list[str]:
         """Nodes that have nothing to do."""
-        busy = {*self._ledger.running.values()}.union(*(replica.nodes for _, replica in self._leases.at.values()))
-        return [node for node in self.given if node not in busy]
+        busy = {node for _, replica in self._leases.at.values() for node in replica.nodes}
+        return [node for node in self.given if node not in busy and not self._ledger.num_running_on(node)]
 
     def only_free(self, moves: Mapping[str, str]) -> dict[str, str]:
         """Those of `moves` whose nodes have nothing else to do. Requests that a fault left behind wait for the step."""
@@ -66,7 +78,7 @@ class Turns:
 
     async def take(self, moves: Mapping[str, str]) -> None:
         """Switch these free nodes now, whether there is work or not. Raises CallError where one could not."""
-        self.given.update(moves)
+        self.give(moves)
         answers = await asyncio.gather(
             *(self._fleet.call(node, "take", role=role) for node, role in moves.items()), return_exceptions=True
         )

@@ -33,6 +33,11 @@ class Channel:
         """Names of the groups that downstream may have."""
         return self._offered
 
+    @property
+    def num_gathered(self) -> int:
+        """Groups that are held back until their chunk is full."""
+        return len(self._gathered)
+
     def put(self, name: str) -> list[str]:
         """Upstream is done with a group. Returns those that are offered from now on, in the order of coming."""
         if name in self._offered or name in self._gathered:
