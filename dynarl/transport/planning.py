@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True):
     # Small enough that what was packed is still in the cache when it is sent. Between ranks of one node, where messages
     # as a rule are not packed, half a ring.
     piece_bytes: int = 512 << 10
-    ring_bytes: int = 2 << 20
+    ring_bytes: int = 4 << 20
 
     @property
     def places(self) -> Places:
