@@ -93,7 +93,7 @@ def vps(output_format: str, parts: tuple[str, ...], link_rate: str | None) -> No
 def scheduler(output_format: str) -> None:
     """Decisions of the adaptive policy: how long they take, and how good they are against schedules that know more.
 
-    Needs neither Slurm nor torch. Takes about two minutes.
+    Needs neither Slurm nor torch. Takes two to four minutes.
     """
     from dynarl.bench.scheduler import measure
 

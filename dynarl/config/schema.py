@@ -314,7 +314,10 @@ class Failure(Section):
         Literal["restart", "end"], doc("as for rollout; a trainer that owned state goes back to the newest checkpoint")
     ] = "restart"
     environment: Annotated[Literal["restart", "end"], doc("as for rollout")] = "restart"
-    max_restarts: Annotated[Count, doc("restarts of all workers together before the job ends; counted anew after 5 iterations without one")] = 8
+    max_restarts: Annotated[
+        Count,
+        doc("restarts of all workers together before the job ends; counted anew after 5 iterations without one"),
+    ] = 8
     collective_s: Annotated[
         float,
         Meta(gt=0.0),

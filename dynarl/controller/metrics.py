@@ -21,8 +21,8 @@ def of_iteration(
     ended: float,
 ) -> dict[str, float]:
     """`began`, `ended`: monotonic seconds of the iteration without the distribution of new weights. `alloc/nodes/*` are
-    means over the iteration; `scheduling/share` is the controller's CPU time for decisions, routing of requests and telemetry
-    (without its way through the socket), divided by the iteration's time."""
+    means over the iteration; `scheduling/share` is the controller's CPU time for decisions, routing of requests and
+    telemetry (without its way through the socket), divided by the iteration's time."""
     groups = list(run.ledger.groups.values())
     lengths = [group.tokens[s] for group in groups for s in group.samples]
     rewards = [group.rewards[s] for group in groups for s in group.samples]
