@@ -58,8 +58,9 @@ def test_a_person_reads_a_tree_a_picture_and_reasons():
     text = run(PLANS / "ppo-7b.yaml", "--no-more")
     for part in ("side by side", "in 64 chunks of 8 groups", "memory of a device", "Why", "slower", "% of 64 draws", "As a job"):
         assert part in text
-    rows = [line for line in text.splitlines() if line.startswith("node") and "RRRR" in line]
-    assert len(rows) == 1
+    rows = [line for line in text.splitlines() if line.startswith("node")]
+    assert [sum(letter in row for row in rows) for letter in ("RRRR", "CCCC", "TTTT")] == [1, 1, 1]
+    assert all(" R" not in row[11:] for row in rows)  # rollout begins at once, what follows it does not
 
 
 def test_settings_can_be_changed():

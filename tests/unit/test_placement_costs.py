@@ -11,6 +11,7 @@ from dynarl.scheduler.placement.cycle import Cycle, Turn
 from dynarl.scheduler.placement.flow import Flow
 from dynarl.scheduler.placement.generation import Generation
 from dynarl.scheduler.placement.lengths import Lengths
+from dynarl.scheduler.placement.passes import Passes, Replica
 from dynarl.scheduler.placement.problem import parse, pose
 
 DEVICE, MODEL = load_device("h100"), ModelCost.of("qwen2.5-7b")
@@ -173,3 +174,17 @@ def test_components_that_feed_each_other_are_one_vertex_and_gradients_make_no_cy
         "small",
     )
     assert Flow.of(declared).vertices == (("environment", "rollout"), ("training",))
+
+
+def test_a_pipeline_fills_and_drains_once_for_each_update():
+    flat = Replica(1, 1, 1, token_s=4e-3, hop_s=0.0, update_s=lambda dp: 0.0, memory=lambda dp: {"weights": 1.0})
+    deep = Replica(1, 4, 1, token_s=1e-3, hop_s=0.0, update_s=lambda dp: 0.0, memory=lambda dp: {"weights": 1.0})
+
+    def seconds(replica, updates):
+        stage = Passes([replica], 8, 100.0, 100, 16, 10.0, 1.0, 1.0, updates=updates)
+        return stage.seconds(np.array([4]), 16, False)[0]
+
+    # 128 sequences of 100 tokens: (m + p - 1) slots of a tenth of a second, four times for four updates.
+    assert seconds(deep, 1) == pytest.approx((128 + 3) * 0.1)
+    assert seconds(deep, 4) == pytest.approx((128 + 4 * 3) * 0.1)
+    assert seconds(flat, 4) == pytest.approx(32 * 0.4)

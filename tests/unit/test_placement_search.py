@@ -99,6 +99,13 @@ def test_a_stage_may_get_a_single_device():
     assert {leaf.stage: leaf.devices for leaf in leaves(plan)}[1] == 1
 
 
+def test_a_part_that_ends_later_but_begins_earlier_is_kept_for_what_comes_after():
+    """In turn the first two stages end sooner; side by side their first items are ready sooner, and training can begin."""
+    stages = [Measured(5, 4, 8), Measured(5, 4, 8), Measured(5, 4, 8, state_load_s=8)]
+    found = find_schedule(GRPO, stages, 6, 8, sync_s={0: 3.0, 1: 3.0})[0]
+    assert (found.seconds, shape(GRPO, found.plan)) == (21.0, "rollout | inference | training")
+
+
 def test_switching_that_costs_nothing_is_taken_and_switching_that_costs_much_is_not():
     free = [Measured(30, 8, 7, unit=8), Measured(30, 8, 7, unit=4), Measured(30, 8, 7, unit=8)]
     assert shape(GRPO, find_schedule(GRPO, free, 8, 7)[0].plan) == "rollout > inference > training"
