@@ -31,9 +31,11 @@ class Leases:
                  spawn: Callable[[Awaitable[Any], Callable[[], None]], None]):
         self._fleet, self._ledger, self._monitor, self.replicas, self._spawn = fleet, ledger, monitor, replicas, spawn
         self.at: dict[int, tuple[str, Replica]] = {}
-        self._held: Counter[tuple[str, Replica]] = Counter()
-        self._at_work: dict[str, tuple[list[str], list[Replica]]] = {}  # role -> nodes, and the replicas that these have
-        self._full: set[str] = set()  # roles whose replicas have all that they take
+        self._held: dict[str, Counter[Replica]] = defaultdict(Counter)  # role -> leases of each replica
+        self._at_work: dict[str, list[str]] = {}  # role -> nodes that `_slots` is of
+        # role -> replicas there that have no lease, one, ...; that which has been so longest first
+        self._slots: dict[str, dict[int, dict[Replica, None]]] = {}
+        self._beside = {role: Counter(r.nodes for r in copies) for role, copies in replicas.items()}
         self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
 
@@ -44,37 +46,46 @@ class Leases:
         """Give groups to the replicas with the fewest leases. at_work: nodes that take work of the role, the same list
         as long as they do; of_sample: what the workers are told of a sample besides its name and holder; among: all
         groups of the minibatch, where every replica gets an even share of them, in turn and at once."""
-        replicas = self._replicas_of(role, at_work)
-        if among is None and role in self._full:
-            return
-        room = _room(among, replicas) if among is not None else {replica: PER_REPLICA - self._held[role, replica] for replica in replicas}
+        slots = self._slots_of(role, at_work)
+        at_work_now = sorted(replica for replicas in slots.values() for replica in replicas) if among is not None else []
+        room = _room(among, at_work_now) if among is not None else None
         for group in groups:
-            replica = max(replicas, key=lambda r: room[r], default=None)
-            if replica is None or room[replica] <= 0:
-                self._full.add(role)
+            if room is None:
+                replica = next((replica for held in range(PER_REPLICA) for replica in slots[held]), None)
+            else:
+                replica = max(room, key=room.__getitem__, default=None)
+                replica = replica if replica is not None and room[replica] > 0 else None
+            if replica is None:
                 return
-            room[replica] -= 1
+            if room is not None:
+                room[replica] -= 1
             lease = self._ledger.lease(group, replica.nodes[0])
             self.at[lease] = (role, replica)
-            self._held[role, replica] += 1
+            self._count(role, replica, 1)
             self._monitor.leased(lease, role, replica, group.num_tokens)
             samples = [{"sample": s, "holder": group.holders[s], **of_sample(s)} for s in group.samples]
             self._spawn(self.send(METHODS[role], lease, replica, samples), lambda lease=lease: self.back(lease))
 
-    def _replicas_of(self, role: str, at_work: list[str]) -> list[Replica]:
-        nodes, replicas = self._at_work.get(role, (None, []))
-        if nodes is not at_work:
-            nodes = set(at_work)
-            replicas = sorted(replica for replica in self.replicas[role] if nodes.issuperset(replica.nodes))
-            self._at_work[role] = at_work, replicas
-            self._full.discard(role)
-        return replicas
+    def _slots_of(self, role: str, at_work: list[str]) -> dict[int, dict[Replica, None]]:
+        if self._at_work.get(role) is not at_work:
+            nodes, slots = set(at_work), defaultdict(dict)
+            for replica in sorted(replica for replica in self.replicas[role] if nodes.issuperset(replica.nodes)):
+                slots[self._held[role][replica]][replica] = None
+            self._at_work[role], self._slots[role] = at_work, slots
+        return self._slots[role]
+
+    def _count(self, role: str, replica: Replica, change: int) -> None:
+        """So many leases more, or less, for a replica."""
+        held, slots = self._held[role], self._slots[role]
+        if replica in slots[held[replica]]:
+            del slots[held[replica]][replica]
+            slots[held[replica] + change][replica] = None
+        held[replica] += change
 
     def _take(self, lease: int) -> tuple[str, Replica] | None:
         """Nobody has it any more."""
         if (where := self.at.pop(lease, None)) is not None:
-            self._held[where] -= 1
-            self._full.discard(where[0])
+            self._count(*where, -1)
         return where
 
     async def send(self, method: str, lease: int, replica: Replica, samples: list[dict]) -> None:
@@ -120,7 +131,7 @@ class Leases:
         self._parts.pop(lease, None)
         if (entry := self._take(lease)) is not None:
             role, replica = entry
-            self._monitor.done(lease, sum(other.nodes == replica.nodes for other in self.replicas[role]))
+            self._monitor.done(lease, self._beside[role][replica.nodes])
 
     def worker_lost(self, node: str) -> None:
         """The ledger has offered again what the worker held: those leases are void."""

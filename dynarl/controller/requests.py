@@ -138,6 +138,6 @@ class Requests:
             for partial in given_up:
                 sample, target = partial["sample"], targets[partial["sample"]]
                 if self.returned(source, partial) and target in self._at_work("rollout"):
-                    self.router.handed_out([sample], clock())
+                    self.router.handed_out(target, [sample], clock())
                     self._send(target, [sample])
                     self.num_moved += 1

@@ -5,6 +5,7 @@ It outlives iterations, because what it has learned of lengths and speeds does. 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -51,7 +52,10 @@ class Router:
         self._begun: dict[str, tuple[float, float]] = {}  # running sample -> (when it was handed out, its tokens then)
         self._tokens: dict[str, int] = {}  # sample that was given back -> its tokens
         self._masked: dict[str, int] = {}  # and those of them that tools wrote
-        self._looked_at: tuple[list[str], Ledger | None, set[str]] = [], None, set()  # nodes that all have been, for places
+        # Nodes with places, of which nodes, and when to look at all of them again.
+        self._free: dict[str, int] = {}
+        self._looked_at: tuple[list[str], Ledger | None] = [], None
+        self._known: set[str] = set()
         self._look_again = -math.inf
         self._taken: dict[str, tuple[float, int, float]] = {}  # node -> memory, for so many requests, at that time
         self.move_s = FIRST_MOVE_S
@@ -106,30 +110,30 @@ class Router:
             backlog = (ledger.num_waiting - len(waiting)) * self._remaining[0]
             seen = [self._instance(ledger, node, now) for node in (free if equal else nodes)]
             assigned = route(waiting, seen, backlog).assigned
-        for samples in assigned.values():
-            self.handed_out(samples, now)
+        for node, samples in assigned.items():
+            self.handed_out(node, samples, now)
         return assigned
 
     def _places(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, int]:
-        """Node -> how many more requests it may take, where that is any; in number and, about, in memory."""
+        """Node -> how many more requests it may take, where that is any; in number and, about, in memory. What has been
+        found stays, but for nodes where something has ended since."""
         most, need = self._max_running + self._max_queued, self._prompt_tokens + self._remaining[0]
-        found: dict[str, int] = {}
         if nodes is self._looked_at[0] and ledger is self._looked_at[1] and now < self._look_again:
-            looked_at = [node for node in ledger.freed if node in self._looked_at[2]]
+            looked_at = [node for node in ledger.freed if node in self._known]
         else:
-            looked_at = nodes
-            self._looked_at, self._look_again = (nodes, ledger, set(nodes)), now + MEMORY_S
+            looked_at, self._looked_at, self._look_again = nodes, (nodes, ledger), now + MEMORY_S
+            self._known, self._free = set(nodes), {}
+        ledger.freed.clear()
         for node in looked_at:
             running = ledger.num_running_on(node)
-            if (free := most - running) > 0 and running:
-                if math.isfinite(memory := self._kv_of.get(node, math.inf)):
-                    # One at a time may be shorter than the mean.
-                    free = min(free, math.ceil((memory - self._kv_taken(ledger, node, now)) / need))
+            if (free := most - running) > 0 and running and math.isfinite(memory := self._kv_of.get(node, math.inf)):
+                # One at a time may be shorter than the mean.
+                free = min(free, math.ceil((memory - self._kv_taken(ledger, node, now)) / need))
             if free > 0:
-                found[node] = free
-        # All others are full until something ends there.
-        ledger.freed = dict.fromkeys(found)
-        return found
+                self._free[node] = free
+            else:
+                self._free.pop(node, None)
+        return self._free
 
     def _kv_taken(self, ledger: Ledger, node: str, now: float) -> float:
         """Tokens that what runs on a node will have taken of its memory, each at its end."""
@@ -146,6 +150,11 @@ class Router:
     ) -> dict[str, list[str]]:
         """As `route`, for fewer requests than run there already: each in its turn, where its tokens are or else where the
         fewest tokens are to come, as far as memory goes."""
+        waiting = list(waiting)
+        if len(free) > 2 * LOOKED_AT + len(waiting):  # of many nodes those with the fewest requests
+            fewest = heapq.nsmallest(LOOKED_AT + len(waiting), free, key=ledger.num_running_on)
+            homes = [request.home for request in waiting if request.home in free]
+            free = {node: free[node] for node in (*fewest, *homes)}
         taken = {node: self._kv_taken(ledger, node, now) if ledger.num_running_on(node) else 0.0 for node in free}
         left, assigned = dict(free), defaultdict(list)
         for request in waiting:
@@ -167,7 +176,10 @@ class Router:
             self._equal, self._equal_until = max(steps) < EQUAL * min(steps), now + SPEEDS_S
         return self._equal
 
-    def handed_out(self, samples: Iterable[str], now: float) -> None:
+    def handed_out(self, node: str, samples: Sequence[str], now: float) -> None:
+        self._free[node] = self._free.get(node, 0) - len(samples)
+        if self._free[node] <= 0:
+            del self._free[node]
         for sample in samples:
             self._begun[sample] = now, self._tokens.get(sample, 0)
 

@@ -185,17 +185,23 @@ class Monitor:
     ) -> dict[str, str]:
         """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)}
         without workers; wanted: whether a component may take a group now. The answer is put on record."""
-        roles = {node: role for node, role in roles.items() if (node, role) not in down} if down else dict(roles)
-        count, nodes = ledger.num_in_state, Counter(roles.values())
+        if down:
+            roles = {node: role for node, role in roles.items() if (node, role) not in down}
+        count = ledger.num_in_state
         # What cannot wait for the next look: a component got work or ran out of it, or nodes are others; and, if the last
         # look is a while ago, that it has work for other numbers of its nodes.
         state = not ledger.num_live, not count("generated"), not count("scored"), roles
-        needed = min(count("generated", "scoring"), nodes["inference"]), min(count("scored", "training"), nodes["training"])
         now = self.clock()
-        if now < self.look_at and state == self._state and (needed == self._needed or now < self._urgent_at):
+        if now < self._urgent_at and state == self._state:
+            return {}
+        nodes = Counter(roles.values())
+        needed = min(count("generated", "scoring"), nodes["inference"]), min(count("scored", "training"), nodes["training"])
+        if now < self.look_at and state == self._state and needed == self._needed:
             return {}
         if count("generating") == len(ledger.groups) and nodes["rollout"] == len(roles):
             return {}  # there is nothing else to do
+        roles = dict(roles)
+        state = (*state[:-1], roles)
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
         began = self.stopwatch()

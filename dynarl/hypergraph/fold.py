@@ -128,7 +128,8 @@ def _begin_anew_unless_resumed(graph: Graph) -> None:
 
 
 def _agent_up(graph: Graph, r: Record) -> None:
-    _forget_workers(graph, r["node"])
+    if r["node"] in graph.homes:  # an agent that comes again
+        _forget_workers(graph, r["node"])
     graph.homes[r["node"]] = r["home"]
     if "rank" in r:
         graph.ranks[r["node"]] = r["rank"]
