@@ -1,7 +1,8 @@
 """`dynarl bench plan`: how long the search for a plan takes over the number of devices and of stages.
 
-CPU seconds of one thread. Every search begins with nothing known; posing the problem (ways to cut the models, their memory) is counted apart. The
-yardstick is the published search of RLinf (OSDI'26, section 3.4): 5.98 s for three stages on 1024 devices.
+CPU seconds of one thread. Every search begins with nothing known; posing the problem (ways to cut the models, their
+memory) is counted apart. The yardstick is the published search of RLinf (OSDI'26): 5.98 s for three stages on 1024
+devices.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ CASES: dict[str, tuple[str, int, float, Lengths]] = {
 
 def measure(sizes: tuple[int, ...] = SIZES, repeats: int = REPEATS) -> list[dict[str, Any]]:
     """Median CPU seconds for every case, unit (a node, a single device) and size."""
-    return [_measure(case, devices, unit, repeats) for case in CASES for unit in ("node", "device") for devices in sizes]
+    return [
+        _measure(case, devices, unit, repeats) for case in CASES for unit in ("node", "device") for devices in sizes
+    ]
 
 
 def _measure(case: str, devices: int, unit: str, repeats: int) -> dict[str, Any]:
@@ -47,9 +50,7 @@ def _measure(case: str, devices: int, unit: str, repeats: int) -> dict[str, Any]
         posed = pose(problem)
         posing.append(time.process_time() - started)
         started = time.process_time()
-        found = find_schedule(
-            posed.flow, posed.stages, devices, problem.groups, unit=posed.unit, sync_s=posed.sync_s
-        )
+        found = find_schedule(posed.flow, posed.stages, devices, problem.groups, unit=posed.unit, sync_s=posed.sync_s)
         searching.append(time.process_time() - started)
     return {
         "case": case,

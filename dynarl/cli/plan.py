@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 )
 @click.option("--device", metavar="NAME", help="What a device can do: a file of configs/devices, by its name or path.")
 @click.option("--lengths", metavar="NAME=VALUE,...", help="Of a job's answers: median=400,sigma=0.8 and others.")
-@click.option("--write", "target", type=click.Path(path_type=Path, dir_okay=False), help="Write the job that carries it out.")
+@click.option(
+    "--write", "target", type=click.Path(path_type=Path, dir_okay=False), help="Write the job that carries it out."
+)
 @click.option("--no-more", is_flag=True, help="Leave out what further nodes would bring.")
 @output.format_option()
 def command(
@@ -60,7 +62,9 @@ def command(
         _show(told)
 
 
-def _problem(path: Path, overrides: tuple[str, ...], device: str | None, lengths: str | None) -> tuple[Problem, Any, Any, list[str]]:
+def _problem(
+    path: Path, overrides: tuple[str, ...], device: str | None, lengths: str | None
+) -> tuple[Problem, Any, Any, list[str]]:
     """The problem, a job's model and configuration, and what was assumed."""
     from dynarl.scheduler.placement import job, problem
 

@@ -70,14 +70,22 @@ def _branch(
         yield line.append(f"  {idle} idle" if idle else "", style="dim")
         return
     title = "in turn" if node["kind"] == "in_turn" else "side by side"
-    yield Text(lead).append(title, style="bold").append(f"  {place(node['devices'], told)}").append(f"  {span}", style="dim")
+    yield (
+        Text(lead)
+        .append(title, style="bold")
+        .append(f"  {place(node['devices'], told)}")
+        .append(f"  {span}", style="dim")
+    )
     tee, last, pipe = ("├─ ", "└─ ", "│  ") if fancy else ("|- ", "`- ", "|  ")
     for number, part in enumerate(node["parts"]):
         ends = number == len(node["parts"]) - 1
         if number and node["chunks"] and (chunks := node["chunks"][number - 1]) > 1:
             groups = told["groups"] // chunks
             arrow = "↓" if fancy else "v"
-            yield Text(f"{indent}{pipe}{arrow} in {chunks} chunks of {groups} {'group' if groups == 1 else 'groups'}", style="dim")
+            yield Text(
+                f"{indent}{pipe}{arrow} in {chunks} chunks of {groups} {'group' if groups == 1 else 'groups'}",
+                style="dim",
+            )
         yield from _branch(
             part, indent + (last if ends else tee), indent + ("   " if ends else pipe), signs, told, fancy, colour
         )
@@ -166,7 +174,8 @@ def limits(told: dict[str, Any]) -> str:
 
 def sureness(told: dict[str, Any]) -> str:
     found = told["why"]["stability"]
-    text = f"with costs off by up to {found['error']:.0%} it stays the best of these in {found['best']:.0%} of {found['draws']} draws"
+    share = f"{found['best']:.0%} of {found['draws']} draws"
+    text = f"with costs off by up to {found['error']:.0%} it stays the best of these in {share}"
     if found["best"] == 1:
         return text
     return f"{text}, within 2% of the best in {found['close']:.0%}, and loses {found['loss']:.1%} at most"

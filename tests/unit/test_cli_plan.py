@@ -56,7 +56,15 @@ def test_the_same_plan_is_told_twice_the_same():
 
 def test_a_person_reads_a_tree_a_picture_and_reasons():
     text = run(PLANS / "ppo-7b.yaml", "--no-more")
-    for part in ("side by side", "in 64 chunks of 8 groups", "memory of a device", "Why", "slower", "% of 64 draws", "As a job"):
+    for part in (
+        "side by side",
+        "in 64 chunks of 8 groups",
+        "memory of a device",
+        "Why",
+        "slower",
+        "% of 64 draws",
+        "As a job",
+    ):
         assert part in text
     rows = [line for line in text.splitlines() if line.startswith("node")]
     assert [sum(letter in row for row in rows) for letter in ("RRRR", "CCCC", "TTTT")] == [1, 1, 1]
@@ -64,7 +72,12 @@ def test_a_person_reads_a_tree_a_picture_and_reasons():
 
 
 def test_settings_can_be_changed():
-    assert plan(PLANS / "grpo-7b-math.yaml", "--no-more", "--set", "devices=128", "--set", "lengths.median=3000")["devices"] == 128
+    assert (
+        plan(PLANS / "grpo-7b-math.yaml", "--no-more", "--set", "devices=128", "--set", "lengths.median=3000")[
+            "devices"
+        ]
+        == 128
+    )
     run(PLANS / "grpo-7b-math.yaml", "--set", "devices", code=3)
     assert plan(PLANS / "grpo-7b-math.yaml", "--no-more", "--device", "h200")["device"] == "h200"
 
@@ -145,7 +158,12 @@ def turns(devices):
 def test_each_way_to_place_stages_has_its_settings(posed):
     groups = posed.problem.groups
     apart = job._settings(posed, beside([4, 2], (0, 5), (1, 1), (2, 2)))
-    assert (apart["policy.name"], apart["split.rollout"], apart["split.inference"], apart["split.training"]) == ("static", 5, 1, 2)
+    assert (apart["policy.name"], apart["split.rollout"], apart["split.inference"], apart["split.training"]) == (
+        "static",
+        5,
+        1,
+        2,
+    )
     assert apart["dataflow.chunk"] == {"trajectories": groups // 4, "scored": groups // 2}
     shared = job._settings(posed, beside([4], (0, 5), turns(3)))
     assert (shared["policy.name"], shared["split.inference"], shared["split.training"]) == ("static", 0, 3)

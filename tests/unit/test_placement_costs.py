@@ -29,12 +29,16 @@ def passes(index, **changed):
 
 
 def test_the_mean_of_a_law_is_that_of_draws():
-    drawn = np.minimum(LENGTHS.median * np.exp(LENGTHS.sigma * np.random.default_rng(1).standard_normal(400_000)), LENGTHS.cap)
+    drawn = np.minimum(
+        LENGTHS.median * np.exp(LENGTHS.sigma * np.random.default_rng(1).standard_normal(400_000)), LENGTHS.cap
+    )
     assert LENGTHS.mean == pytest.approx(drawn.mean(), rel=0.01)
     assert LENGTHS.mean_context == pytest.approx(LENGTHS.prompt + (drawn**2).mean() / (2 * drawn.mean()), rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "value"), [("cap", 0), ("median", 0.5), ("correlation", 2), ("prompt", -1), ("median", 1e9)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("cap", 0), ("median", 0.5), ("correlation", 2), ("prompt", -1), ("median", 1e9)]
+)
 def test_a_law_that_cannot_be_is_refused_with_its_value(name, value):
     with pytest.raises(ValueError, match=f"{name} = "):
         msgspec.structs.replace(LENGTHS, **{name: value})
@@ -112,7 +116,9 @@ ENVIRONMENT, POLICY = Turn("environment", 0.05, 0.010), Turn("policy", 0.05, 0.0
 def brute_force(cycle, devices, items):
     """Rounds of a cycle, batch by batch, on every split."""
     together = cycle.rounds * (
-        cycle.first.seconds(np.array([devices]), items) + cycle.second.seconds(np.array([devices]), items) + cycle.switch_s
+        cycle.first.seconds(np.array([devices]), items)
+        + cycle.second.seconds(np.array([devices]), items)
+        + cycle.switch_s
     )
     best = float(together[0])
     for given in range(1, devices):
@@ -143,7 +149,9 @@ def test_a_cycle_takes_what_its_rounds_take_batch_by_batch_on_the_best_split(fir
 
 def test_a_cycle_is_never_slower_than_evenly_split_and_faster_where_one_member_has_more_to_do():
     slow = Turn("policy", 0.05, 0.05)
-    best, even = (Cycle(ENVIRONMENT, slow, 80, 0.0, way=way).seconds(np.array([8]), 256, False)[0] for way in ("any", "even"))
+    best, even = (
+        Cycle(ENVIRONMENT, slow, 80, 0.0, way=way).seconds(np.array([8]), 256, False)[0] for way in ("any", "even")
+    )
     assert best < 0.75 * even
 
 
@@ -167,7 +175,12 @@ def test_components_that_feed_each_other_are_one_vertex_and_gradients_make_no_cy
             },
             "channels": {
                 "seen": {"producers": ["environment"], "consumers": ["rollout"], "granularity": "sample"},
-                "acts": {"producers": ["rollout"], "consumers": ["environment"], "granularity": "sample", "feedback": True},
+                "acts": {
+                    "producers": ["rollout"],
+                    "consumers": ["environment"],
+                    "granularity": "sample",
+                    "feedback": True,
+                },
                 "episodes": {"producers": ["rollout"], "consumers": ["training"], "granularity": "sample"},
             },
         },

@@ -87,7 +87,11 @@ def test_more_devices_never_make_a_plan_slower(stages, devices):
 
 
 def test_sizes_beyond_the_first_grid_are_found_as_well_as_if_all_were_tried(monkeypatch):
-    stages = [Measured(500, 64, 512, 1, 0, 50, 3), Measured(40, 64, 512, 2, 0, 0, 2), Measured(430, 64, 512, 4, 4, 0, 5)]
+    stages = [
+        Measured(500, 64, 512, 1, 0, 50, 3),
+        Measured(40, 64, 512, 2, 0, 0, 2),
+        Measured(430, 64, 512, 4, 4, 0, 5),
+    ]
     quick = find_schedule(GRPO, stages, 480, 512)[0].seconds
     monkeypatch.setattr("dynarl.scheduler.placement.search.EXACT", 480)
     assert quick <= find_schedule(GRPO, stages, 480, 512)[0].seconds * 1.005

@@ -17,7 +17,9 @@ def test_a_plan_that_is_far_ahead_stays_the_best():
 
 
 def test_of_two_that_are_level_each_is_the_best_in_some_draws():
-    plans = [SideBySide(Alone(0, n), InTurn(Alone(1, 8 - n, True), Alone(2, 8 - n, True), 8 - n), 8, 64) for n in (4, 5)]
+    plans = [
+        SideBySide(Alone(0, n), InTurn(Alone(1, 8 - n, True), Alone(2, 8 - n, True), 8 - n), 8, 64) for n in (4, 5)
+    ]
     level = [Measured(40, 8, 64), Measured(10, 8, 64), Measured(19, 8, 64)]
     found = stability(GRPO, level, 64, plans)
     assert 0 < found.best < 1 and found.best <= found.close and 0 < found.loss < 0.5

@@ -43,7 +43,8 @@ class Turn:
 @dataclass(frozen=True)
 class Cycle:
     """A stage made of two turns; see the top of the module. together_most: items on a device that has both members;
-    switch_s: of a round on such a device, to bring the one in and the other out; way: how it may lie, `even` being apart on equal halves.
+    switch_s: of a round on such a device, to bring the one in and the other out; way: how it may lie, `even` being apart
+    on equal halves.
     """
 
     first: Turn
@@ -109,7 +110,9 @@ class Cycle:
             return Layout(devices, f"{self.first.name} and {self.second.name} on each", {"batches": 1})
         rest = devices - first
         degrees = {self.first.name: first, self.second.name: rest, "batches": batches}
-        text = f"{self.first.name} {first} | {self.second.name} {rest}, {batches} batch{'es' * (batches > 1)} on the way"
+        text = (
+            f"{self.first.name} {first} | {self.second.name} {rest}, {batches} batch{'es' * (batches > 1)} on the way"
+        )
         return Layout(devices, text, degrees)
 
     def why_not(self, devices: int) -> str:

@@ -40,8 +40,8 @@ class Engine:
 class Generation:
     """A stage of rollout; items are groups. kv_fraction: of a device's memory that an engine may use.
 
-    residue_bytes: what other roles leave on a device while they sleep, where it is shared; max_running: alone and shared; tool_workers: calls that a
-    node's CPUs run at a time.
+    residue_bytes: what other roles leave on a device while they sleep, where it is shared; max_running: alone and
+    shared; tool_workers: calls that a node's CPUs run at a time.
     """
 
     device: Device
@@ -85,7 +85,11 @@ class Generation:
             if residue_bytes:
                 return 0
             raise
-        return min(self.max_running[shared], int(tokens / self.lengths.mean_context)) if tokens >= self.lengths.longest else 0
+        return (
+            min(self.max_running[shared], int(tokens / self.lengths.mean_context))
+            if tokens >= self.lengths.longest
+            else 0
+        )
 
     def sizes(self, num_devices: int) -> np.ndarray:
         return np.empty(0, np.int64)
@@ -101,7 +105,9 @@ class Generation:
         at = np.arange(1, points + 1) / points * CURVE
         low = np.minimum(at.astype(int), CURVE - 1)
         with np.errstate(invalid="ignore"):
-            return np.where(np.isfinite(best[:, -1:]), best[:, low] + (best[:, low + 1] - best[:, low]) * (at - low), np.inf)
+            return np.where(
+                np.isfinite(best[:, -1:]), best[:, low] + (best[:, low + 1] - best[:, low]) * (at - low), np.inf
+            )
 
     def _curves(self, devices: np.ndarray, items: float, shared: bool) -> np.ndarray:
         """[engines, D, CURVE + 1]: seconds until each share of the groups is complete."""
@@ -125,7 +131,9 @@ class Generation:
         alive = np.maximum(running[:, None] * (survival[:, 1:] + survival[:, :-1]) / 2, 1.0)
         context = self.lengths.prompt + (tokens[1:] + tokens[:-1]) / 2 * (1 + self.lengths.tool_share)
         step = self._step(engine.step, alive, context)
-        melting = np.concatenate([np.zeros((len(batch), 1)), np.cumsum(step * np.diff(tokens) * last[:, :-1], axis=1)], axis=1)
+        melting = np.concatenate(
+            [np.zeros((len(batch), 1)), np.cumsum(step * np.diff(tokens) * last[:, :-1], axis=1)], axis=1
+        )
         full_step = self._step(engine.step, running[:, None], np.array([self.lengths.mean_context]))[:, 0]
         draining = queued * mean / running * full_step
         prefill = self._prefill(engine.step, batch)

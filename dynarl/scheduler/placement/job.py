@@ -96,7 +96,8 @@ def problem(
     given = _parsed(lengths)
     if not {"median", "sigma"} & given.keys():
         notes.append(
-            f"answers are taken to have a median of {law['median']:g} tokens and a spread (sigma) of {SIGMA:g}; --lengths says better"
+            f"answers are taken to have a median of {law['median']:g} tokens and a spread (sigma) of {SIGMA:g}; "
+            "--lengths says better"
         )
     try:
         lengths_law = msgspec.convert(
@@ -114,7 +115,9 @@ def problem(
         "group_size": algorithm.group_size,
         "minibatches": algorithm.minibatches,
         "max_running": config.rollout.max_running,
-        "microbatch_tokens": min(config.training.max_tokens_per_micro_batch, config.inference.max_tokens_per_micro_batch),
+        "microbatch_tokens": min(
+            config.training.max_tokens_per_micro_batch, config.inference.max_tokens_per_micro_batch
+        ),
         "rollout_tp": [1],  # an engine of this version has one device
         "tool_workers": config.task.tool_workers,
         **({"residue_gb": 0.0} if cluster.device == "cpu" else {}),
@@ -174,7 +177,12 @@ def settings(planned: Planned) -> dict[str, Any]:
         if number:
             slower = each.seconds / planned.seconds - 1
             reason = f"this is {shape(posed.flow, each.plan)}, {slower:.1%} slower than the plan: {faults[0]}"
-        return {"shape": shape(posed.flow, each.plan), "settings": found, "reason": reason, "slower": each.seconds / planned.seconds - 1}
+        return {
+            "shape": shape(posed.flow, each.plan),
+            "settings": found,
+            "reason": reason,
+            "slower": each.seconds / planned.seconds - 1,
+        }
     return {"shape": None, "settings": None, "reason": faults[0], "slower": None}
 
 
@@ -207,7 +215,9 @@ def _settings(posed: Posed, plan: Node) -> dict[str, Any]:
         **{f"split.{role}": number for role, number in split.items()},
     }
     layouts = {
-        name_of(posed, leaf.stage): posed.stages[leaf.stage].layout(leaf.devices, float(posed.problem.groups), leaf.shared)
+        name_of(posed, leaf.stage): posed.stages[leaf.stage].layout(
+            leaf.devices, float(posed.problem.groups), leaf.shared
+        )
         for leaf in leaves(plan)
     }
     if (tp := layouts["rollout"].degrees.get("tp", 1)) > 1:
@@ -218,7 +228,9 @@ def _settings(posed: Posed, plan: Node) -> dict[str, Any]:
         found["dataflow.chunk"] = chunk
     times = Execution(posed.flow, posed.stages, posed.problem.groups, posed.sync_s)
     times.run(plan)
-    busy_s = {name_of(posed, stage): sum(end - start for start, end in periods) for stage, periods in times.busy.items()}
+    busy_s = {
+        name_of(posed, stage): sum(end - start for start, end in periods) for stage, periods in times.busy.items()
+    }
     return found | {"plan.stage_s": {name: round(seconds, 3) for name, seconds in busy_s.items()}}
 
 

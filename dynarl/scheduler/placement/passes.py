@@ -132,7 +132,9 @@ class Passes:
         best = self.replicas[int(self._seconds(np.array([devices]), items, shared)[:, 0].argmin())]
         dp = devices // best.devices
         memory = best.memory(dp) | ({"asleep": self.residue_bytes} if shared else {})
-        return Layout(dp * best.devices, f"{best} dp={dp}", {"tp": best.tp, "pp": best.pp, "ep": best.ep, "dp": dp}, memory)
+        return Layout(
+            dp * best.devices, f"{best} dp={dp}", {"tp": best.tp, "pp": best.pp, "ep": best.ep, "dp": dp}, memory
+        )
 
     def why_not(self, devices: int) -> str:
         """Of the way that comes nearest."""

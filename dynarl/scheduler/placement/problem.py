@@ -1,12 +1,12 @@
 """What is to be planned: a file such as those in configs/plans, or what a job's configuration says.
 
-    model: qwen2.5-7b
-    device: h100
-    devices: 64
-    workflow: grpo
-    groups: 512
-    group_size: 16
-    lengths: {prompt: 512, median: 7000, sigma: 0.9, cap: 28672}
+model: qwen2.5-7b
+device: h100
+devices: 64
+workflow: grpo
+groups: 512
+group_size: 16
+lengths: {prompt: 512, median: 7000, sigma: 0.9, cap: 28672}
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def parse(data: Any, source: str) -> Problem:
         raise ConfigError(f"{source}: {error}") from None
 
 
-def pose(
-    problem: Problem, model: ModelCost | None = None, device: Device | None = None, mode: Mode = "any"
-) -> Posed:
+def pose(problem: Problem, model: ModelCost | None = None, device: Device | None = None, mode: Mode = "any") -> Posed:
     """Flow, stages and the rest. model, device: in place of those that the problem names; mode: of members of cycles.
     Raises ConfigError.
     """
@@ -175,8 +173,8 @@ class _Maker:
     def _generation(self) -> Generation:
         p = self.problem
         return Generation(
-            self.device, self.model, p.lengths, p.group_size, (p.max_running, p.max_running_shared or p.max_running), p.kv_fraction, 1e9 * p.residue_gb,
-            p.rollout_tp, p.tool_workers,
+            self.device, self.model, p.lengths, p.group_size, (p.max_running, p.max_running_shared or p.max_running),
+            p.kv_fraction, 1e9 * p.residue_gb, p.rollout_tp, p.tool_workers,
         )  # fmt: skip
 
     def _passes(self, trains: bool) -> Passes:
@@ -190,7 +188,8 @@ class _Maker:
         ways = replicas(self.device, self.model, lengths.mean_context, tokens, training=trains, most=p.devices)
         stage = Passes(
             list(ways), p.group_size, lengths.sequence, tokens, p.groups, self.device.memory_bytes,
-            self.device.host_bytes_per_s, self.model.weight_bytes + (OPTIMIZER_BYTES * self.model.num_params if trains else 0), 1e9 * p.residue_gb,
+            self.device.host_bytes_per_s,
+            self.model.weight_bytes + (OPTIMIZER_BYTES * self.model.num_params if trains else 0), 1e9 * p.residue_gb,
             p.minibatches if trains else 0,
         )  # fmt: skip
         return stage.useful(p.devices)
@@ -199,7 +198,9 @@ class _Maker:
         loop = self.problem.loop
         if loop is None or set(loop.members) != set(names):
             given = "nothing" if loop is None else ", ".join(loop.members)
-            raise ConfigError(f"{' and '.join(names)} work in a cycle: give `loop` with the costs of these; it has {given}")
+            raise ConfigError(
+                f"{' and '.join(names)} work in a cycle: give `loop` with the costs of these; it has {given}"
+            )
         if len(names) != 2:
             raise ConfigError(f"{', '.join(names)} work in one cycle; a plan knows cycles of two")
         first, second = (Turn(name, *msgspec.structs.astuple(loop.members[name])) for name in names)

@@ -42,7 +42,9 @@ def replicas(
                 yield _replica(device, model, context, tokens, parallel, training)
 
 
-def _replica(device: Device, model: ModelCost, context: float, tokens: int, parallel: Parallel, training: bool) -> Replica:
+def _replica(
+    device: Device, model: ModelCost, context: float, tokens: int, parallel: Parallel, training: bool
+) -> Replica:
     cost = device, model, tokens, context, parallel
     stage_s = sum(microbatch_seconds(*cost)) if training else inference_seconds(*cost)
     passes = 4 if training else 1

@@ -176,7 +176,11 @@ class _Search:
         left = (points - np.arange(points)) / points
         with np.errstate(invalid="ignore"):
             end = table.seconds if np.ndim(after_s) == 0 else (table.ready + after_s[:, None] * left).max(axis=1)
-        return np.where(np.isfinite(end), end, np.inf) + table.sync_s / self.chain[level] + (table.load_s if shared else 0.0)
+        return (
+            np.where(np.isfinite(end), end, np.inf)
+            + table.sync_s / self.chain[level]
+            + (table.load_s if shared else 0.0)
+        )
 
     def _best(self, ways: list[_Table], after_s: np.ndarray | float, level: int, shared: bool) -> _Table:
         """For each size the best of all ways; the first of those that are as good."""
@@ -197,7 +201,9 @@ class _Search:
     def _single(self, mask: int, level: int, shared: bool) -> _Table:
         stage, items = self.stages[mask.bit_length() - 1], self.items / self.chain[level]
         ready = stage.release(self.grid, items, shared, self.points(level))
-        return _made(ALONE, 0, 0, 0, ready, stage.load_s(self.grid), 0.0, np.arange(len(self.grid)), np.arange(len(self.grid)))
+        return _made(
+            ALONE, 0, 0, 0, ready, stage.load_s(self.grid), 0.0, np.arange(len(self.grid)), np.arange(len(self.grid))
+        )
 
     def _ways(self, mask: int, level: int, shared: bool, rows: np.ndarray) -> Iterator[_Table]:
         for first, second in self.flow.cuts(mask):
@@ -212,7 +218,9 @@ class _Search:
     def _in_turn(self, first: int, second: int, level: int, rows: np.ndarray) -> _Table:
         a, b = self.table(first, level, True).take(rows), self.table(second, level, True).take(rows)
         before = a.seconds + a.load_s + b.load_s
-        return _made(IN_TURN, first, level, 0, before[:, None] + b.ready, np.zeros(len(rows)), a.sync_s + b.sync_s, rows, rows)
+        return _made(
+            IN_TURN, first, level, 0, before[:, None] + b.ready, np.zeros(len(rows)), a.sync_s + b.sync_s, rows, rows
+        )
 
     def _chunked(
         self, first: int, second: int, level: int, finer: int, lane: int, shared: bool, rows: np.ndarray
@@ -251,7 +259,8 @@ class _Search:
         return self._placed(first, second, level, lane, done, a, b, i, j)
 
     def _placed(
-        self, first: int, second: int, level: int, lane: int, done: np.ndarray, a: _Table, b: _Table, i: np.ndarray, j: np.ndarray
+        self, first: int, second: int, level: int, lane: int, done: np.ndarray, a: _Table, b: _Table, i: np.ndarray,
+        j: np.ndarray,
     ) -> _Table:  # fmt: skip
         sync_s = a.sync_s[i] + b.sync_s[j] + sum(self.sync_s.get(h, 0.0) for h in self.flow.synced(first, second))
         return _made(SIDE_BY_SIDE, first, level, lane, done, np.maximum(a.load_s[i], b.load_s[j]), sync_s, i, j)

@@ -14,7 +14,18 @@ from dynarl.errors import ConfigError
 from dynarl.perf.device import Device
 from dynarl.perf.model import ModelCost
 from dynarl.scheduler.placement.cycle import Cycle
-from dynarl.scheduler.placement.plan import Alone, Execution, InTurn, Node, SideBySide, leaves, mode, parts, ranges, shape
+from dynarl.scheduler.placement.plan import (
+    Alone,
+    Execution,
+    InTurn,
+    Node,
+    SideBySide,
+    leaves,
+    mode,
+    parts,
+    ranges,
+    shape,
+)
 from dynarl.scheduler.placement.problem import Posed, Problem, pose
 from dynarl.scheduler.placement.search import Found, find_schedule
 from dynarl.scheduler.placement.stability import Stability, stability
@@ -87,7 +98,9 @@ def with_more(planned: Planned) -> list[dict[str, Any]]:
             seconds = _found(pose(larger, model, device), "any")[0].seconds
         except ConfigError:
             continue  # a number of devices that nothing divides
-        result.append({"units": more, "devices": larger.devices, "seconds": seconds, "saved": 1 - seconds / planned.seconds})
+        result.append(
+            {"units": more, "devices": larger.devices, "seconds": seconds, "saved": 1 - seconds / planned.seconds}
+        )
     return result
 
 
@@ -143,7 +156,11 @@ def as_json(planned: Planned, *, more: bool = True) -> dict[str, Any]:
         "why": {
             "modes": modes(planned),
             "alternatives": [
-                {"shape": shape(posed.flow, each.plan), "seconds": each.seconds, "slower": each.seconds / planned.seconds - 1}
+                {
+                    "shape": shape(posed.flow, each.plan),
+                    "seconds": each.seconds,
+                    "slower": each.seconds / planned.seconds - 1,
+                }
                 for each in planned.found[1 : 1 + TOLD]
             ],
             "sensitivity": sensitivity(planned),
