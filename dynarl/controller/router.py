@@ -156,18 +156,28 @@ class Router:
             homes = [request.home for request in waiting if request.home in free]
             free = {node: free[node] for node in (*fewest, *homes)}
         taken = {node: self._kv_taken(ledger, node, now) if ledger.num_running_on(node) else 0.0 for node in free}
-        left, assigned = dict(free), defaultdict(list)
+        left, order = dict(free), list(free)
+        heap = [(taken[node], number) for number, node in enumerate(order)]
+        heapq.heapify(heap)
+        assigned: dict[str, list[str]] = defaultdict(list)
         for request in waiting:
-            need = request.kv_tokens
-            able = [n for n in left if taken[n] + need <= self._kv_of.get(n, math.inf) or not taken[n]]
-            if not able:  # nor would those behind it: it is not to be passed over for ever
+            while heap and (not left[order[heap[0][1]]] or heap[0][0] != taken[order[heap[0][1]]]):
+                _, number = heapq.heappop(heap)  # full, or it has got more meanwhile
+                if left[order[number]]:
+                    heapq.heappush(heap, (taken[order[number]], number))
+            if not heap:
                 break
-            node = request.home if request.home in able else min(able, key=taken.__getitem__)
-            assigned[node].append(request.sample)
-            taken[node] += need
-            left[node] -= 1
-            if not left[node]:
-                del left[node]
+            need, emptiest = request.kv_tokens, order[heap[0][1]]
+            able = [
+                node
+                for node in (request.home, emptiest)
+                if left.get(node) and (not taken[node] or taken[node] + need <= self._kv_of.get(node, math.inf))
+            ]
+            if not able:  # nor would those behind it be sent: it is not to be passed over for ever
+                break
+            assigned[able[0]].append(request.sample)
+            taken[able[0]] += need
+            left[able[0]] -= 1
         return dict(assigned)
 
     def _equally_fast(self, nodes: list[str], now: float) -> bool:
