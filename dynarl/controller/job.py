@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from dynarl import rundir, wire
 from dynarl.config import degrees

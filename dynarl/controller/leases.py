@@ -37,7 +37,7 @@ class Leases:
         self._slots: dict[str, dict[int, dict[Replica, None]]] = {}
         self._beside = {role: Counter(r.nodes for r in copies) for role, copies in replicas.items()}
         self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all nodes are done
+        self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all are done
 
     def hand_out(
         self, role: str, groups: Iterable[Group], at_work: list[str], of_sample: Callable[[str], dict],

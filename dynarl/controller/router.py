@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from dynarl.scheduler.survival import Lengths
 FIRST_MOVE_S, NEWEST = 0.1, 0.25
 # The estimate of lengths is made anew when so many more answers have finished, as a share of those before.
 FRESH_SHARE = 1 / 8
-# Speeds are learned over many readings, and requests grow slowly: whether nodes are equally fast, and what memory of a node
-# its requests will have taken in the end, is looked at so often.
+# Speeds are learned over many readings, and requests grow slowly: whether nodes are equally fast, and what memory of a
+# node its requests will have taken in the end, is looked at so often.
 SPEEDS_S, MEMORY_S = 1.0, 2.0
 # Speeds come in steps of 19 % (`speeds.STEPS_PER_OCTAVE`): of two that are one step apart the difference may be noise.
 EQUAL = 1.25
@@ -101,12 +101,11 @@ class Router:
             return {}
         self._refresh(ledger, nodes, now)
         samples = ledger.waiting(sum(free.values()))
-        requests = (self._request(s, self._tokens.get(s, 0), ledger.partial.get(s)) for s in samples)
         equal = self._equally_fast(nodes, now)
         if equal and len(samples) < sum(ledger.num_running_on(node) for node in free):
-            assigned = self._fill_up(ledger, free, requests, now)
+            assigned = self._fill_up(ledger, free, samples, now)
         else:  # of equal nodes the full ones need not be looked at
-            waiting = list(requests)
+            waiting = [self._waiting(ledger, sample) for sample in samples]
             backlog = (ledger.num_waiting - len(waiting)) * self._remaining[0]
             seen = [self._instance(ledger, node, now) for node in (free if equal else nodes)]
             assigned = route(waiting, seen, backlog).assigned
@@ -146,21 +145,20 @@ class Router:
         return taken * running / of
 
     def _fill_up(
-        self, ledger: Ledger, free: dict[str, int], waiting: Iterable[Request], now: float
+        self, ledger: Ledger, free: dict[str, int], samples: list[str], now: float
     ) -> dict[str, list[str]]:
-        """As `route`, for fewer requests than run there already: each in its turn, where its tokens are or else where the
-        fewest tokens are to come, as far as memory goes."""
-        waiting = list(waiting)
-        if len(free) > 2 * LOOKED_AT + len(waiting):  # of many nodes those with the fewest requests
-            fewest = heapq.nsmallest(LOOKED_AT + len(waiting), free, key=ledger.num_running_on)
-            homes = [request.home for request in waiting if request.home in free]
+        """As `route`, for fewer requests than run there already: each in its turn, where its tokens are or else where
+        the fewest tokens are to come, as far as memory goes."""
+        if len(free) > 2 * LOOKED_AT + len(samples):  # of many nodes those with the fewest requests
+            fewest = heapq.nsmallest(LOOKED_AT + len(samples), free, key=ledger.num_running_on)
+            homes = [home for home in map(ledger.partial.get, samples) if home in free]
             free = {node: free[node] for node in (*fewest, *homes)}
         taken = {node: self._kv_taken(ledger, node, now) if ledger.num_running_on(node) else 0.0 for node in free}
         left, order = dict(free), list(free)
         heap = [(taken[node], number) for number, node in enumerate(order)]
         heapq.heapify(heap)
         assigned: dict[str, list[str]] = defaultdict(list)
-        for request in waiting:
+        for request in (self._waiting(ledger, sample) for sample in samples):
             while heap and (not left[order[heap[0][1]]] or heap[0][0] != taken[order[heap[0][1]]]):
                 _, number = heapq.heappop(heap)  # full, or it has got more meanwhile
                 if left[order[number]]:
@@ -272,6 +270,9 @@ class Router:
         tokens = min(tokens, self._lengths.max_tokens - 1)
         prefix, remaining = self._prompt_tokens + tokens, self._expected_of(sample, tokens)
         return Request(sample, wire.group_of(sample), prefix, remaining, home, "preferred" if home else "none")
+
+    def _waiting(self, ledger: Ledger, sample: str) -> Request:
+        return self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
 
     def _expected_of(self, sample: str, tokens: float) -> float:
         return self._remaining[int(tokens) - self._masked.get(sample, 0)]

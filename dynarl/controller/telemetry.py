@@ -42,8 +42,8 @@ STAY_RECORD_S = 1.0
 
 
 class Monitor:
-    """Knowledge and record of the scheduler. `journal` None: nothing is recorded. clock: seconds of the job, whose event
-    loop has the same; stopwatch: seconds that this process has worked, for what decisions take.
+    """Knowledge and record of the scheduler. `journal` None: nothing is recorded. clock: seconds of the job, which its
+    event loop has too; stopwatch: seconds that this process has worked, for what decisions take.
     """
 
     def __init__(

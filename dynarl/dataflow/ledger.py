@@ -15,8 +15,8 @@ whole. Every hand-out is a lease: the group is in flight at one place, and only 
 worker had accumulated is lost with its gradient buffer, so those groups go back to `scored` and are trained again; since
 the optimizer has not stepped, they still count once.
 
-Pure: no clock, no sockets. The controller tells it what happened and asks what can be handed out. Every answer and every
-change costs what it is about, and not what the iteration has: groups are kept by state and by lease, requests by node.
+Pure: no clock, no sockets. The controller tells it what happened and asks what can be handed out. Every answer and
+every change costs what it is about, not what the iteration has: groups are kept by state and lease, requests by node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dynarl import wire
 
 @dataclass
 class Group:
-    """Samples of one prompt. `holder` is the node that has the trajectories, per sample; num_tokens: of its finished ones."""
+    """Samples of one prompt. `holder` is the node that has the trajectories, per sample; num_tokens: of finished ones."""
 
     name: str
     samples: list[str]

@@ -1,4 +1,4 @@
-"""What happened in a simulated job, and whether nothing was lost or made up: the event log and the books of its samples."""
+"""What happened in a simulated job, and whether anything was lost or made up: its event log, its samples' books."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Books:
         due = sum(turn.decode_tokens for request in self._due.values() for turn in request.turns)
         if decoded_tokens - self.lost_tokens != due or (self.lost_tokens and not deaths):
             raise ConservationError(
-                f"engines decoded {decoded_tokens} tokens, {self.lost_tokens} of them in vain, for {deaths} workers that "
-                f"died; the answers have {due} decoded tokens"
+                f"engines decoded {decoded_tokens} tokens, {self.lost_tokens} in vain, as {deaths} workers died; "
+                f"the answers have {due} decoded tokens"
             )
 
 

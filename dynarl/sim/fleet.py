@@ -56,9 +56,9 @@ class SimFleet:
     def emit(self, event: str, node: str, **data: Any) -> None:
         getattr(self.listener, f"event_{event}")(node, **data)
 
-    def reward(self, sample: str) -> int:
+    def reward(self, sample: str) -> float:
         """Something that differs inside a group."""
-        return int(sample.rpartition(":")[2]) % 2
+        return float(int(sample.rpartition(":")[2]) % 2)
 
     def network_ns(self, op: str, places: Sequence[Place], num_bytes: int) -> int:
         """The same GPU of each of these devices takes part; each has its share of the bytes."""

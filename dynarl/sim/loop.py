@@ -7,8 +7,8 @@
 - No sockets, threads or processes: there is nothing outside of this loop.
 
 Timers are set by the simulated **world** (`at`: an engine that finishes an answer, a message that arrives) or by the
-program that runs in it (`asyncio.sleep`, time limits). A program that polls never runs out of timers, so it is stuck when
-the world has had nothing to do for `patience_s`.
+program that runs in it (`asyncio.sleep`, time limits). A program that polls never runs out of timers, so it is stuck
+when the world has had nothing to do for `patience_s`.
 """
 
 from __future__ import annotations

@@ -194,8 +194,9 @@ class SimNode:
         request = self._fleet.requests[sample]
         self._fleet.finished(sample, tokens)
         self._fleet.emit(
-            "finished", self.name, sample=sample, reward=float(self._fleet.reward(sample)), correct=True, timed_out=False,
-            tokens=tokens, prompt_tokens=request.prompt_tokens, finish="length" if tokens >= self._most_tokens else "stop", version=self.versions["rollout"],
+            "finished", self.name, sample=sample, reward=self._fleet.reward(sample), correct=True, timed_out=False,
+            tokens=tokens, prompt_tokens=request.prompt_tokens, version=self.versions["rollout"],
+            finish="length" if tokens >= self._most_tokens else "stop",
             masked_tokens=sum(turn.tool_tokens for turn in request.turns), tool_calls=len(request.turns) - 1,
             tool_seconds=sum(turn.tool_ns for turn in request.turns) / SECOND_NS,
         )  # fmt: skip
@@ -249,8 +250,9 @@ class SimNode:
             lengths.sort()
             count = min(MOST_LENGTHS, len(lengths))
             self._fleet.emit(
-                "figures", self.name, worker=f"{self.name}-rollout-{device}", running=sum(s.engine.running for s in seats),
-                waiting=sum(s.engine.waiting for s in seats), tokens=sum(s.engine.tokens_generated for s in seats),
+                "figures", self.name, worker=f"{self.name}-rollout-{device}",
+                running=sum(s.engine.running for s in seats), waiting=sum(s.engine.waiting for s in seats),
+                tokens=sum(s.engine.tokens_generated for s in seats),
                 kv_used_tokens=sum(s.engine.kv_tokens for s in seats),
                 kv_total_tokens=len(seats) * self._world.kv_capacity_tokens,
                 lengths=[lengths[(2 * i + 1) * len(lengths) // (2 * count)] for i in range(count)],
@@ -286,14 +288,16 @@ class SimNode:
             tokens[holder] += self._fleet.requests[sample].prompt_tokens + self._fleet.nodes[holder].held[sample]
         tokens.pop(self.name, None)
         # Between any two nodes as between the first and the last one: it is little, whatever the way.
-        return self._fleet.network_ns("p2p", self._fleet.far_apart, self._world.sample_bytes * max(tokens.values(), default=0))
+        num_bytes = self._world.sample_bytes * max(tokens.values(), default=0)
+        return self._fleet.network_ns("p2p", self._fleet.far_apart, num_bytes)
 
     def _start(self, role: str, device: int) -> None:
         lease = self._leases[role, device][0]
         lease.started = True
         self._idle.clear()
         self._account()
-        sizes = [(self._fleet.requests[s].prompt_tokens, self._fleet.requests[s].response_tokens) for s in lease.samples]
+        requests = [self._fleet.requests[sample] for sample in lease.samples]
+        sizes = [(request.prompt_tokens, request.response_tokens) for request in requests]
         takes_ns = nanoseconds(getattr(self._world.times, role)(sizes))
         self._loop.at(max(lease.ready_ns, self._loop.now_ns) + takes_ns, self._done, role, device, lease)
 

@@ -1,8 +1,8 @@
 """A job on simulated hardware, with the production controller: `simulate` a scenario, or `run` a world.
 
-The controller's own `Rounds` runs its iterations, with its `Epochs`, `Trainer`, `Workers`, router, monitor and policy, on an
-event loop of simulated time and a fleet of simulated nodes. Policies see what they would see of a real cluster, but in
-the mode `oracle`, where the lengths of answers are known to them before they are written.
+The controller's own `Rounds` runs its iterations, with its `Epochs`, `Trainer`, `Workers`, router, monitor and policy,
+on an event loop of simulated time and a fleet of simulated nodes. Policies see what they would see of a real cluster,
+but in the mode `oracle`, where the lengths of answers are known to them before they are written.
 
 Same world, policy and seed: same event log, whose hash is part of the result. Every run is held against the books of
 its samples at the end of each iteration.
@@ -101,9 +101,10 @@ def simulate(
     progress: Callable[[int, int], None] = lambda done, of: None,
     sink: Callable[[bytes], None] | None = None,
 ) -> dict[str, Any]:
-    """What comes of a scenario under a policy; plain data for JSON. makespan_s and throughput are means over the measured
-    iterations, the timeline is that of the last one. Raises what `run` raises."""
-    done = run(scenario.world(policy), seed, iterations=scenario.iterations, oracle=oracle, progress=progress, sink=sink)
+    """What comes of a scenario under a policy; plain data for JSON. makespan_s and throughput are means over the
+    measured iterations, the timeline is that of the last one. Raises what `run` raises."""
+    world, iterations = scenario.world(policy), scenario.iterations
+    done = run(world, seed, iterations=iterations, oracle=oracle, progress=progress, sink=sink)
     counted = done.iterations[-scenario.measured :]
     requests = scenario.throughput_unit == "requests/s"
     seconds = sum(iteration.makespan_s for iteration in counted)
@@ -130,8 +131,8 @@ def run(
     progress: Callable[[int, int], None] = lambda done, of: None,
     sink: Callable[[bytes], None] | None = None,
 ) -> Run:
-    """Run the iterations of a job one after another, on what the earlier ones taught. progress: is told (answers that are
-    finished, of how many); sink: gets the lines of the event log, journal records among them.
+    """Run the iterations of a job one after another, on what the earlier ones taught. progress: is told (answers that
+    are finished, of how many); sink: gets the lines of the event log, journal records among them.
 
     Raises StuckError, ConservationError, and what ends a real job.
     """
@@ -237,13 +238,16 @@ class _Simulation:
         if (stage := rounds.stage) is not None:
             ledger, states = stage.ledger, Counter(group.state for group in stage.ledger.groups.values())
             found += [f"{number} groups {state}" for state, number in sorted(states.items())]
-            found += [f"{ledger.num_waiting} requests wait for a node: {_some(ledger.waiting(SHOWN), ledger.num_waiting)}"]
+            waiting = _some(ledger.waiting(SHOWN), ledger.num_waiting)
+            found += [f"{ledger.num_waiting} requests wait for a node: {waiting}"]
             running = [f"{sample} on {node}" for sample, node in ledger.running.items()]
             found += [f"{len(running)} run: {_some(running, len(running))}"]
             leases = [f"{lease} ({role} on {', '.join(r.nodes)})" for lease, (role, r) in stage.leases.at.items()]
             found += [f"{len(leases)} leases are out: {_some(leases, len(leases))}"]
-        open_epochs = [epoch for epoch in self.journal.graph.epochs if epoch.state == "proposed"]
-        found += [f"epoch {e.number} is open: {', '.join(f'{m.node} to {m.target}' for m in e.moves)}" for e in open_epochs]
+        for epoch in self.journal.graph.epochs:
+            if epoch.state == "proposed":
+                moves = [f"{move.node} to {move.target}" for move in epoch.moves]
+                found += [f"epoch {epoch.number} is open: {_some(moves, len(moves))}"]
         found += [f"{node} has no {role} worker" for node, role in sorted(rounds.workers.down)]
         roles = Counter(rounds.epochs.roles.values())
         found += ["roles: " + ", ".join(f"{number} {role}" for role, number in sorted(roles.items()))]

@@ -10,7 +10,7 @@ from dynarl.sim.fleet import SimFleet
 
 
 class SimStaging:
-    """`versions`: the newest on each node; `lock`: held while they come and go, as `controller.staging.Staging` has it."""
+    """`versions`: the newest on each node; `lock`: held while they come and go, as in `controller.staging.Staging`."""
 
     def __init__(self, rounds: Rounds, fleet: SimFleet):
         self._rounds, self._fleet = rounds, fleet

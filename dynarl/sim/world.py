@@ -1,7 +1,7 @@
 """What a simulated job runs on: all that a scenario comes down to before its first event.
 
-A **node** is the unit that changes role, as in a real job. It has `cluster.devices_per_node` devices; a device is a group of
-GPUs that train one replica together (tp x pp of them), or score, or that holds several rollout engines. So the job's
+A **node** is the unit that changes role, as in a real job. It has `cluster.devices_per_node` devices; a device is a
+group of GPUs that train one replica together (tp x pp of them), or score, or that holds several rollout engines. So the job's
 configuration has tp = pp = 1: what is inside a device is the business of the times below.
 """
 
@@ -19,8 +19,8 @@ from dynarl.sim.workload import SimRequest
 
 
 class Network(Protocol):
-    """How long a transfer takes. op: `all_reduce`, `broadcast` or `p2p`; group: GPUs, numbered node by node and device by
-    device; num_bytes: of the message, at each member."""
+    """How long a transfer takes. op: `all_reduce`, `broadcast` or `p2p`; group: GPUs, numbered node by node and device
+    by device; num_bytes: of the message, at each member."""
 
     def seconds(self, op: str, group: Sequence[int], num_bytes: int) -> float: ...
 
@@ -88,7 +88,7 @@ class World:
 
     def __post_init__(self) -> None:
         if self.config.training.tp * self.config.training.pp != 1 or self.config.training.layouts:
-            raise ConfigError("a device of a simulated node trains a whole replica: training.tp and pp are 1, without layouts")
+            raise ConfigError("a device of a simulated node trains a replica: training.tp and pp are 1, no layouts")
         if self.config.rollout.max_running % self.engines_per_device:
             raise ConfigError(
                 f"rollout.max_running = {self.config.rollout.max_running} of a device is not shared evenly by its "
@@ -105,8 +105,8 @@ class World:
 
     def engine(self) -> DecodeEngine:
         """An empty rollout engine."""
-        rollout = self.config.rollout
-        return DecodeEngine(self.step, self.kv_capacity_tokens, rollout.max_running // self.engines_per_device, rollout.order)
+        rollout, each = self.config.rollout, self.engines_per_device
+        return DecodeEngine(self.step, self.kv_capacity_tokens, rollout.max_running // each, rollout.order)
 
     @property
     def num_gpus(self) -> int:

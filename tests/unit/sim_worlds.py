@@ -22,7 +22,7 @@ def homes(rollout: int, inference: int, training: int) -> dict[str, str]:
     return {f"n{index}": role for index, role in enumerate(roles)}
 
 
-def world(policy="adaptive", split=(4, 1, 1), groups=8, size=4, tools=None, response=LAWS, max_running=16, lend=True, **changes):
+def world(policy="adaptive", split=(4, 1, 1), groups=8, size=4, tools=None, response=LAWS, lend=True, **changes):
     rollout, inference, training = split
     config = Config(
         cluster=Cluster(nodes=sum(split)),
@@ -32,7 +32,7 @@ def world(policy="adaptive", split=(4, 1, 1), groups=8, size=4, tools=None, resp
             prompts_per_step=groups, group_size=size, minibatches=2, membership="completion", max_prompt_tokens=256,
             max_response_tokens=4096,
         ),
-        rollout=Rollout(max_running=max_running),
+        rollout=Rollout(max_running=16),
     )  # fmt: skip
     workload = Workload(
         prompts=groups, group_size=size, prompt=Lengths(median=100, cap=256), response=response, tools=tools
@@ -42,7 +42,8 @@ def world(policy="adaptive", split=(4, 1, 1), groups=8, size=4, tools=None, resp
         "kv_capacity_tokens": 60_000, "draw": workload.draw, "network": Network(), "gradient_bytes": 10**10,
         "weight_bytes": 10**10, "figures_s": 1.0,
         "times": Times(
-            inference=lambda sizes: 0.02 + 2e-5 * sum(map(sum, sizes)), training=lambda sizes: 0.05 + 6e-5 * sum(map(sum, sizes)),
+            inference=lambda sizes: 0.02 + 2e-5 * sum(map(sum, sizes)),
+            training=lambda sizes: 0.05 + 6e-5 * sum(map(sum, sizes)),
             optimizer=lambda devices: 0.5, transfer=lambda source, target: 0.5, load=lambda role: 0.2, restart_s=5.0,
         ),
     }  # fmt: skip
