@@ -133,6 +133,8 @@ class SimFleet:
     async def call(self, node: str, method: str, /, timeout_s: float | None = None, **args: Any) -> Any:
         """Raises CallError as an agent does, and TimeoutError."""
         handler = getattr(self.nodes[node], f"on_{method}")
-        async with asyncio.timeout(timeout_s):
+        if timeout_s is None:
             await self.loop.pause(self.message_ns)
             return await handler(**args)
+        async with asyncio.timeout(timeout_s):
+            return await self.call(node, method, **args)
