@@ -113,6 +113,7 @@ class Iteration:
         self._places: dict[str, list[str]] = {}  # what `_at_work` has found
         self._places_state: tuple = ()  # of what it has found that
         self._changed = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None  # when to look, though nothing has happened
         self._tasks: set[asyncio.Task] = set()
         self._error: BaseException | None = None
         self._change: asyncio.Task | None = None
@@ -185,6 +186,7 @@ class Iteration:
                 await asyncio.shield(self._turns.end())
             raise
         finally:
+            self._silence()
             for task in self._tasks if not reached() else ():
                 task.cancel()
 
@@ -197,6 +199,7 @@ class Iteration:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            self._silence()
 
     async def _keep_handing_out(self) -> None:
         while self._error is None:
@@ -206,12 +209,22 @@ class Iteration:
     async def _something_happens(self) -> None:
         """Until then, or until it is time to look."""
         self._changed.clear()
-        try:
-            # Not wait_for: Python 3.11's swallows a cancellation that comes together with the event.
-            async with asyncio.timeout(self._pause_s()):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._pause_s()
+        # One that rings too early does no harm, and to set another for every event would cost more than most events.
+        if self._alarm is None or self._alarm.when() > due:
+            self._silence()
+            self._alarm = loop.call_at(due, self._ring)
+        await self._changed.wait()
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._changed.set()
+
+    def _silence(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def _pause_s(self) -> float:
         """How long to wait when nothing happens."""
@@ -270,8 +283,8 @@ class Iteration:
             self.requests.hand_out(rebalance=self._policy.rebalance and self._change is None)
         if not self._train:
             return
-        if self._needs_scoring and self.ledger.num_in_state("generated"):
-            self.leases.hand_out("inference", self._to_score(), self._at_work("inference"), lambda sample: {})
+        if self._needs_scoring and self.ledger.num_in_state("generated") and (takers := self._at_work("inference")):
+            self.leases.hand_out("inference", self._to_score(), takers, lambda sample: {})
         even = self._policy.shares == "even"
         # Shares are of the trainer as it is once a change is over.
         if self.ledger.num_in_state("scored") and not (even and self._change is not None):
@@ -436,14 +449,15 @@ class Iteration:
 
     def view(self, to_train: Minibatch) -> View:
         count = self.ledger.num_in_state
-        given = self._epochs.roles if self._turns is None else self._turns.given
-        roles = {n: r for n, r in given.items() if (n, r) not in self._down}
+        roles = self._epochs.roles if self._turns is None else self._turns.given
+        if self._down:
+            roles = {n: r for n, r in roles.items() if (n, r) not in self._down}
         return View(
             roles=roles, may=self._may, waiting=self.ledger.num_waiting, generating=count("generating"),
-            running={n: self.ledger.num_running_on(n) for n, r in roles.items() if r == "rollout"},
+            running=self.ledger.num_running,
             needs_scoring=self._needs_scoring, to_score=count("generated") - self._into["inference"].num_gathered,
             scoring=count("scoring"),
-            to_train=sum(1 for _ in self._to_train(to_train)), training=count("training"),
+            to_train=sum(1 for _ in self._to_train(to_train)) if count("scored") else 0, training=count("training"),
             minibatch=self._minibatch, num_samples=self._num_samples, num_groups=len(self.ledger.groups),
             num_complete=len(self.ledger.groups) - count("generating"))
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Iterable, Iterator, Sequence
 
 from dynarl import wire
@@ -67,6 +67,7 @@ class Ledger:
         self._fresh: dict[str, None] = dict.fromkeys(samples)
         self.running: dict[str, str] = {}
         self._on: dict[str, dict[str, None]] = defaultdict(dict)  # node -> what runs there
+        self.num_running: Counter[str] = Counter()  # and how much
         self.freed: dict[str, None] = {}  # nodes on which something has ended since whoever reads this has cleared it
         self.partial: dict[str, str] = {}
 
@@ -90,11 +91,12 @@ class Ledger:
         return list(self._on.get(node, ()))
 
     def num_running_on(self, node: str) -> int:
-        return len(self._on.get(node, ()))
+        return self.num_running[node]
 
     def _runs_no_more(self, sample: str) -> None:
         node = self.running.pop(sample)
         del self._on[node][sample]
+        self.num_running[node] -= 1
         self.freed[node] = None
 
     def dispatch(self, node: str, samples: Iterable[str]) -> list[tuple[str, str | None]]:
@@ -107,6 +109,7 @@ class Ledger:
             del (self._returned if sample in self._returned else self._fresh)[sample]
             self.running[sample] = node
             self._on[node][sample] = None
+            self.num_running[node] += 1
             handed.append((sample, self.partial.get(sample)))
         return handed
 
@@ -149,8 +152,11 @@ class Ledger:
         """State by state; of each, the group that has been in it longest first."""
         return [group for state in states for group in self._in_state[state].values()]
 
-    def num_in_state(self, *states: str) -> int:
-        return sum(len(self._in_state[state]) for state in states)
+    def num_in_state(self, state: str, *others: str) -> int:
+        number = len(self._in_state[state])
+        for other in others:
+            number += len(self._in_state[other])
+        return number
 
     def _to(self, group: Group, state: str) -> None:
         del self._in_state[group.state][group.name]

@@ -32,7 +32,7 @@ TRAINING_COST, INFERENCE_COST = 3.0, 1.0
 class View:
     """What the decision sees. Group counts are of the running iteration (or minibatch).
 
-    roles: active role of each node; may: roles each node can take; running: live requests on each rollout node;
+    roles: active role of each node; may: roles each node can take; running: live requests on each node, where there are some;
     needs_scoring: the inference role recomputes old log-probabilities in this job. minibatch: index of the running one;
     num_samples, num_groups: of the whole iteration; num_complete: groups whose answers are all there.
     """

@@ -13,7 +13,8 @@ class Idle(Iteration):
     """An iteration in which there is never anything to hand out."""
 
     def __init__(self):
-        self._error, self._change, self._turns, self._tasks, self._changed = None, None, None, set(), asyncio.Event()
+        self._error, self._change, self._turns, self._alarm, self._tasks = None, None, None, None, set()
+        self._changed = asyncio.Event()
         self._monitor, self.rounds = Monitor(Config()), 0
 
     def _hand_out(self, to_train):
