@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Long enough that a few returning requests do not wait for a newcomer, short against an iteration of thousands.
-MOST_PASSES = 64
+MOST_PASSES = 4096
 # A first turn takes about that long on a busy engine; after it, whoever waits is what holds up its group.
-MOST_WAIT_S = 30.0
+MOST_WAIT_S = 600.0
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +35,10 @@ from dynarl.perf.training import GRADIENT_BYTES, UPDATE_BYTES, inference_seconds
 from dynarl.scheduler.policy import ROLES
 from dynarl.sim.workload import Workload
 from dynarl.sim.world import Failure, Times, World
+
+
+# Seconds of a group at one replica, from (prompt, response) tokens of its samples.
+GroupSeconds = Callable[[Sequence[tuple[int, int]]], float]
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -83,13 +86,16 @@ class Moves(Section, kw_only=True):
 class PolicyOf(Section, kw_only=True):
     """A policy by its settings in a job's configuration (section `policy`), and what else the systems differ in: order of
     requests in an engine, membership of minibatches, requests that an engine may hold beyond those that run.
-    per_engine: requests that a rollout engine keeps when others leave, in place of policy.threshold per node."""
+    per_engine: requests that a rollout engine keeps when others leave, in place of policy.threshold per node. lockstep:
+    the loss is reduced over all replicas of the trainer in every micro-batch, a sequence here, so that each one takes as
+    long as the longest of those that train at the time."""
 
     policy: dict[str, Any]
     order: Literal["priority", "arrival"] = "priority"
     membership: Literal["fixed", "completion"] = "completion"
     max_queued: int = 0
     per_engine: int | None = None
+    lockstep: bool = False
 
 
 class ErrorOf(Section, kw_only=True):
@@ -170,7 +176,7 @@ class Scenario(Section, kw_only=True):
             step=costs.step,
             kv_capacity_tokens=costs.kv_tokens,
             draw=self.workload.draw,
-            times=costs.times(),
+            times=costs.times(chosen.lockstep),
             network=costs.network(),
             gradient_bytes=costs.model.num_params * GRADIENT_BYTES,
             weight_bytes=costs.model.weight_bytes,
@@ -213,33 +219,35 @@ class _Costs:
         self.scenario = scenario
         self.device, self.model = load_device(scenario.device), ModelCost.of(scenario.model)
         rollout = scenario.rollout
-        step = StepModel.of(self._efficient(rollout.efficiency), self.model, rollout.tp)
+        device = self._efficient(rollout.efficiency)
         if rollout.step_overhead_s is not None:
-            step = replace(step, fixed_s=step.fixed_s + rollout.step_overhead_s)
+            device = msgspec.structs.replace(device, step_overhead_s=rollout.step_overhead_s)
+        step = StepModel.of(device, self.model, rollout.tp)
         self.step = step.scaled(scenario.errors.rollout)
         self.kv_tokens = kv_capacity_tokens(self.device, self.model, rollout.tp, rollout.memory_fraction)
 
     def _efficient(self, efficiency: Efficiency | None) -> Device:
         return self.device if efficiency is None else msgspec.structs.replace(self.device, efficiency=efficiency)
 
-    def times(self) -> Times:
+    def times(self, lockstep: bool) -> Times:
         scenario, moves, slower = self.scenario, self.scenario.moves, self.scenario.errors
 
         def transfer(source: str, target: str) -> float:
             leave_s = moves.leave_rollout_s if source == "rollout" else 0.0
             return slower.moves * (leave_s + moves.join_s.get(target, 0.0))
 
+        training = self._stage("training", slower.training)
         owned = self.model.num_params / scenario.training.tp
         memory = self.device.efficiency.memory * self.device.memory_bytes_per_s
         return Times(
             inference=self._stage("inference", slower.inference),
-            training=self._stage("training", slower.training),
+            training=self._in_step(training) if lockstep else training,
             optimizer=lambda owners: scenario.training.step_s + owned / owners * UPDATE_BYTES / memory,
             transfer=transfer,
             load=lambda role: moves.sync_s if role == "rollout" else 0.0,
         )
 
-    def _stage(self, role: str, slower: float) -> Any:
+    def _stage(self, role: str, slower: float) -> GroupSeconds:
         """Seconds of one group at a replica, one sequence after the other."""
         stage: Stage = getattr(self.scenario, role)
         device, parallel, abreast = self._efficient(stage.efficiency), Parallel(tp=stage.tp), self.scenario.width // stage.tp
@@ -255,6 +263,15 @@ class _Costs:
             return slower * sum(sequence(prompt + response) for prompt, response in samples) / abreast
 
         return seconds
+
+    def _in_step(self, alone: GroupSeconds) -> GroupSeconds:
+        """Every sequence takes as long as the longest of n is expected to: with the N sequences of an iteration in order,
+        the i-th is the longest of n with probability (i / N)^n - ((i - 1) / N)^n."""
+        n, requests = self.scenario.nodes, self.scenario.workload.draw(1, 0)
+        each = sorted(alone([(request.prompt_tokens, request.response_tokens)]) for request in requests)
+        total = len(each)
+        longest = sum(t * ((i / total) ** n - ((i - 1) / total) ** n) for i, t in enumerate(each, 1))
+        return lambda samples: longest * len(samples)
 
     def network(self) -> AnalyticNetwork | FlowLevelNetwork:
         scenario, device = self.scenario, self.device

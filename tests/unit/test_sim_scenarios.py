@@ -1,0 +1,144 @@
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from published_figures import published
+
+from dynarl.errors import ConfigError
+from dynarl.sim.run import simulate
+from dynarl.sim.scenario import Scenario, load_scenario, scenario_names
+
+POLICIES = ["static", "dynamic-published", "priority-published", "dynarl"]
+# Of 7B on 16 GPUs, small enough for tests: 4 nodes of a trainer's replica or two engines.
+SMALL = {
+    "gpus": 16,
+    "placement": {"rollout": 8, "inference": 4, "training": 4},
+    "workload": {"prompts": 16, "group_size": 4, "response": {"median": 400, "cap": 4000}},
+    "minibatches": 4,
+}
+
+
+def small(**changes) -> Scenario:
+    return load_scenario("dynarl-7b-64-agentic", **SMALL | changes)
+
+
+def test_there_is_a_scenario_for_each_published_experiment():
+    assert scenario_names() == sorted({scenario for scenario, _, _ in published()})
+    for name in scenario_names():
+        assert list(load_scenario(name).policies) == POLICIES
+
+
+def constants(name: str) -> dict:
+    values = msgspec.to_builtins(load_scenario(name))
+    return {key: value for key, value in values.items() if key not in ("name", "gpus", "placement")}
+
+
+@pytest.mark.parametrize("model", ["1.5b", "7b", "32b"])
+@pytest.mark.parametrize("task", ["math", "agentic"])
+def test_nothing_but_gpus_and_placement_differs_between_sizes(model, task):
+    assert constants(f"dynarl-{model}-64-{task}") == constants(f"dynarl-{model}-128-{task}")
+
+
+@pytest.mark.parametrize("model", ["1.5b", "7b", "32b"])
+def test_nothing_but_the_workload_differs_between_tasks(model):
+    math, agentic = constants(f"dynarl-{model}-64-math"), constants(f"dynarl-{model}-64-agentic")
+    assert {key for key in math if math[key] != agentic[key]} == {"workload", "throughput"}
+
+
+def test_a_model_differs_in_what_it_is_and_how_long_it_answers_only():
+    allowed = {
+        "model", "rollout.tp", "rollout.max_running", "rollout.memory_fraction", "inference.tp", "training.tp",
+        "moves.join_s.training", "policies.dynamic-published.per_engine", "policies.priority-published.per_engine",
+        "workload.response.median", "workload.response.tail_start",
+    }  # fmt: skip
+
+    def flat(values: dict, prefix: str = "") -> dict:
+        out = {}
+        for key, value in values.items():
+            out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return out
+
+    for task in ("math", "agentic"):
+        one, *others = (flat(constants(f"dynarl-{model}-64-{task}")) for model in ("1.5b", "7b", "32b"))
+        for other in others:
+            assert {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)} <= allowed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_runs_and_gives_the_same_twice(policy):
+    first, second = (simulate(small(), policy, seed=3) for _ in range(2))
+    assert first == second and first["makespan_s"] > 0
+    # Every GPU is accounted for at any time, from the start to the end.
+    assert {i["rollout"] + i["inference"] + i["training"] + i["idle"] for i in first["timeline"]} == {16}
+    ends = [interval["end_s"] for interval in first["timeline"]]
+    assert [interval["start_s"] for interval in first["timeline"]] == [0.0, *ends[:-1]]
+
+
+def test_in_turn_all_gpus_have_one_role_at_a_time():
+    roles = [
+        {role for role in ("rollout", "inference", "training") if interval[role]}
+        for interval in simulate(small(), "static", 1)["timeline"]
+    ]
+    assert [role for role in roles if role] == [{"rollout"}, {"inference"}, {"training"}]
+
+
+def test_slower_hardware_takes_longer():
+    base = simulate(small(), "static", 1)["makespan_s"]
+    for part in ("rollout", "inference", "training", "moves"):
+        assert simulate(small(errors={part: 1.5}), "static", 1)["makespan_s"] > base
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"gpus": 18}, "18 GPUs / training.tp = 4 leaves 2 over"),
+        ({"placement": {"rollout": 12}}, r"placement: 12 \+ 4 \+ 4 = 20 GPUs, but gpus = 16"),
+        ({"placement": {"rollout": 10, "inference": 2}}, "placement.rollout = 10 GPUs is no multiple of training.tp = 4"),
+        ({"placement": {"rollout": 12, "inference": 4, "training": 0}}, "placement.training = 0"),
+        ({"rollout": {"tp": 3}}, "rollout.tp = 3 does not divide training.tp = 4"),
+        ({"minibatches": 3}, "16 prompts / minibatches = 3 leaves 1 over"),
+        ({"minibatches": 8}, "4 replicas of the trainer, but a minibatch has 16 / 8 = 2 groups"),
+        ({"model": "qwen2.5-72b"}, "rollout of qwen2.5-72b.*weights 145.4 GB / 2 = 72.7 GB per device > 0.55 x"),
+        ({"model": "qwen2.5-32b", "rollout": {"memory_fraction": 0.9}}, "training of qwen2.5-32b.*GB per device >"),
+        ({"rollout": {"memory_fraction": 0.096}}, "are .* tokens, but an engine of 2 GPUs holds"),
+        ({"training": {"step_s": -1.0}}, "training.step_s = -1 must be a finite number of seconds"),
+        ({"errors": {"moves": 0.0}}, "errors.moves = 0 is a factor, above 0"),
+        ({"iterations": 2, "measured": 3}, "measured = 3 of iterations = 2"),
+        ({"gpu": 16}, "unknown field `gpu`"),
+        ({"policies": {"static": {"policy": {"name": "greedy"}}}}, "policy.*greedy"),
+        ({"model": "gpt5"}, "model 'gpt5': there are"),
+        ({"device": "b9000"}, "device 'b9000': there are"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_with_the_arithmetic(changes, text):
+    values = {
+        key: {**SMALL[key], **value} if isinstance(value, dict) and isinstance(SMALL.get(key), dict) else value
+        for key, value in changes.items()
+    }
+    with pytest.raises(ConfigError, match=text):
+        small(**values)
+
+
+def test_a_device_without_bandwidth_is_refused(tmp_path):
+    share = Path(sys.modules["dynarl"].__file__).parent / "share" / "configs" / "devices" / "h100.yaml"
+    values = yaml.safe_load(share.read_text()) | {"memory_bytes_per_s": 0.0}
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="memory_bytes_per_s = 0 must be above 0"):
+        small(device=str(tmp_path / "broken.yaml"))
+
+
+def test_files_that_extend_each_other_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: [a.yaml]\n")
+    with pytest.raises(ConfigError, match="a.yaml extends b.yaml extends a.yaml: a circle"):
+        load_scenario(str(tmp_path / "a.yaml"))
+
+
+def test_a_file_of_ones_own_lies_over_those_that_come_with_dynarl(tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: dynarl-7b-64-math.yaml\nname: mine\nrollout: {max_running: 32}\n")
+    mine, theirs = load_scenario(str(tmp_path / "mine.yaml")), load_scenario("dynarl-7b-64-math")
+    assert mine.rollout.max_running == 32 and mine.rollout.tp == theirs.rollout.tp
+    with pytest.raises(ConfigError, match="there are dynarl-1.5b-128-agentic, "):
+        load_scenario("no-such")
