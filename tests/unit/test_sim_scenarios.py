@@ -102,7 +102,7 @@ def test_slower_hardware_takes_longer():
         ({"minibatches": 8}, "4 replicas of the trainer, but a minibatch has 16 / 8 = 2 groups"),
         ({"model": "qwen2.5-72b"}, "rollout of qwen2.5-72b.*weights 145.4 GB / 2 = 72.7 GB per device > 0.55 x"),
         ({"model": "qwen2.5-32b", "rollout": {"memory_fraction": 0.9}}, "training of qwen2.5-32b.*GB per device >"),
-        ({"rollout": {"memory_fraction": 0.096}}, "are .* tokens, but an engine of 2 GPUs holds"),
+        ({"rollout": {"memory_fraction": 0.092}}, "are .* tokens, but an engine of 2 GPUs holds"),
         ({"training": {"step_s": -1.0}}, "training.step_s = -1 must be a finite number of seconds"),
         ({"errors": {"moves": 0.0}}, "errors.moves = 0 is a factor, above 0"),
         ({"iterations": 2, "measured": 3}, "measured = 3 of iterations = 2"),
