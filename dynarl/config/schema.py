@@ -118,6 +118,13 @@ class Policy(Section):
     rebalance: Annotated[
         bool, doc("requests move from an overloaded rollout node to an idle one when that pays; no role changes by it")
     ] = True
+    equal_nodes: Annotated[
+        bool,
+        doc(
+            "all rollout nodes are taken to be equally fast: for equal hardware, where one that decodes slowly only has "
+            "longer requests and is not to get fewer for it"
+        ),
+    ] = False
     switching: Annotated[
         Literal["job", "node"],
         doc(

@@ -45,6 +45,7 @@ class Router:
         self._max_running = config.rollout.max_running * self._devices
         self._max_queued = config.rollout.max_queued * self._devices
         self._lengths, self._speeds = lengths, Speeds()
+        self._alike = config.policy.equal_nodes
         self._equal, self._equal_until = True, -math.inf  # whether all nodes are equally fast, and when to look again
         self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
         self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds
@@ -262,7 +263,8 @@ class Router:
 
     def _speed(self, node: str) -> tuple[float, float]:
         """(fixed_s, per_request_s) of a node: its engines share its requests."""
-        speeds = [self._speeds.of(worker) for worker in self._kv_tokens.get(node, ())] or [self._speeds.of(node)]
+        workers = () if self._alike else self._kv_tokens.get(node, ())
+        speeds = [self._speeds.of(worker) for worker in workers] or [self._speeds.of(node)]
         fixed_s, each_s = (sum(part) / len(speeds) for part in zip(*speeds))
         return fixed_s, each_s / self._devices
 
