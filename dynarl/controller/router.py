@@ -45,7 +45,7 @@ class Router:
         self._max_running = config.rollout.max_running * self._devices
         self._max_queued = config.rollout.max_queued * self._devices
         self._lengths, self._speeds = lengths, Speeds()
-        self._alike = config.policy.equal_nodes
+        self._alike = config.policy.equal_nodes  # a node is then taken for as fast as the mean
         self._equal, self._equal_until = True, -math.inf  # whether all nodes are equally fast, and when to look again
         self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
         self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds

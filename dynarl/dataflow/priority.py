@@ -27,9 +27,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Long enough that a few returning requests do not wait for a newcomer, short against an iteration of thousands.
+# An engine that is given twice what it runs has first turns waiting for minutes, passed over by every turn that follows a
+# tool. Were they overdue by then, priority would be the order of arrival, just where it matters. So both limits are about
+# an iteration: nobody waits for much longer.
 MOST_PASSES = 4096
-# A first turn takes about that long on a busy engine; after it, whoever waits is what holds up its group.
 MOST_WAIT_S = 600.0
 
 

@@ -12,9 +12,6 @@ which in other roles hold one replica to score with, or `training.tp / rollout.t
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -24,22 +21,13 @@ import yaml
 
 from dynarl.config import schema
 from dynarl.errors import ConfigError
-from dynarl.fabric.network import AnalyticNetwork, FlowLevelNetwork
-from dynarl.fabric.topology import rail_optimised
-from dynarl.perf.device import Device, Efficiency, load_device
-from dynarl.perf.memory import inference_memory, rollout_memory, training_memory
-from dynarl.perf.model import ModelCost
-from dynarl.perf.parallel import Parallel
-from dynarl.perf.rollout import StepModel, kv_capacity_tokens
-from dynarl.perf.training import GRADIENT_BYTES, UPDATE_BYTES, inference_seconds, microbatch_seconds
+from dynarl.perf.device import Efficiency
+from dynarl.perf.training import GRADIENT_BYTES
 from dynarl.scheduler.policy import ROLES
+from dynarl.sim.scenario_check import check
+from dynarl.sim.scenario_costs import Costs
 from dynarl.sim.workload import Workload
-from dynarl.sim.world import Failure, Times, World
-
-
-# Seconds of a group at one replica, from (prompt, response) tokens of its samples.
-GroupSeconds = Callable[[Sequence[tuple[int, int]]], float]
-
+from dynarl.sim.world import Failure, World
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Unknown keys are refused."""
@@ -165,8 +153,8 @@ class Scenario(Section, kw_only=True):
         """Under one of the scenario's policies. Raises ConfigError."""
         if policy not in self.policies:
             raise ConfigError(f"{self.name} has no policy {policy!r}; it has {', '.join(self.policies)}")
-        chosen, costs = self.policies[policy], _Costs(self)
-        config = self._config(chosen)
+        chosen, costs = self.policies[policy], Costs(self)
+        config = self.config(chosen)
         homes = [role for role in ("training", "rollout", "inference") for _ in range(getattr(self.placement, role) // self.width)]
         return World(
             config=config,
@@ -185,7 +173,7 @@ class Scenario(Section, kw_only=True):
             failures=[msgspec.convert(failure, Failure) for failure in self.failures],
         )
 
-    def _config(self, chosen: PolicyOf) -> schema.Config:
+    def config(self, chosen: PolicyOf) -> schema.Config:
         """What a job of this kind would be configured with; a simulated device is a whole replica."""
         split = {role: getattr(self.placement, role) // self.width for role in ROLES}
         engines, settings = self.width // self.rollout.tp, dict(chosen.policy)
@@ -210,169 +198,6 @@ class Scenario(Section, kw_only=True):
             # No worker hangs here, and nothing is so slow that it must be taken for dead.
             failure=schema.Failure(hang_s={}, give_back_s=3600.0, no_progress_s=86400.0),
         )
-
-
-class _Costs:
-    """Times of a scenario's hardware, from the performance models."""
-
-    def __init__(self, scenario: Scenario):
-        self.scenario = scenario
-        self.device, self.model = load_device(scenario.device), ModelCost.of(scenario.model)
-        rollout = scenario.rollout
-        device = self._efficient(rollout.efficiency)
-        if rollout.step_overhead_s is not None:
-            device = msgspec.structs.replace(device, step_overhead_s=rollout.step_overhead_s)
-        step = StepModel.of(device, self.model, rollout.tp)
-        self.step = step.scaled(scenario.errors.rollout)
-        self.kv_tokens = kv_capacity_tokens(self.device, self.model, rollout.tp, rollout.memory_fraction)
-
-    def _efficient(self, efficiency: Efficiency | None) -> Device:
-        return self.device if efficiency is None else msgspec.structs.replace(self.device, efficiency=efficiency)
-
-    def times(self, lockstep: bool) -> Times:
-        scenario, moves, slower = self.scenario, self.scenario.moves, self.scenario.errors
-
-        def transfer(source: str, target: str) -> float:
-            leave_s = moves.leave_rollout_s if source == "rollout" else 0.0
-            return slower.moves * (leave_s + moves.join_s.get(target, 0.0))
-
-        training = self._stage("training", slower.training)
-        owned = self.model.num_params / scenario.training.tp
-        memory = self.device.efficiency.memory * self.device.memory_bytes_per_s
-        return Times(
-            inference=self._stage("inference", slower.inference),
-            training=self._in_step(training) if lockstep else training,
-            optimizer=lambda owners: scenario.training.step_s + owned / owners * UPDATE_BYTES / memory,
-            transfer=transfer,
-            load=lambda role: moves.sync_s if role == "rollout" else 0.0,
-        )
-
-    def _stage(self, role: str, slower: float) -> GroupSeconds:
-        """Seconds of one group at a replica, one sequence after the other."""
-        stage: Stage = getattr(self.scenario, role)
-        device, parallel, abreast = self._efficient(stage.efficiency), Parallel(tp=stage.tp), self.scenario.width // stage.tp
-
-        @functools.cache
-        def sequence(tokens: int) -> float:
-            context = (tokens - 1) / 2
-            if role == "inference":
-                return stage.sequence_s + inference_seconds(device, self.model, tokens, context, parallel)
-            return stage.sequence_s + sum(microbatch_seconds(device, self.model, tokens, context, parallel))
-
-        def seconds(samples: Sequence[tuple[int, int]]) -> float:
-            return slower * sum(sequence(prompt + response) for prompt, response in samples) / abreast
-
-        return seconds
-
-    def _in_step(self, alone: GroupSeconds) -> GroupSeconds:
-        """Every sequence takes as long as the longest of n is expected to: with the N sequences of an iteration in order,
-        the i-th is the longest of n with probability (i / N)^n - ((i - 1) / N)^n."""
-        n, requests = self.scenario.nodes, self.scenario.workload.draw(1, 0)
-        each = sorted(alone([(request.prompt_tokens, request.response_tokens)]) for request in requests)
-        total = len(each)
-        longest = sum(t * ((i / total) ** n - ((i - 1) / total) ** n) for i, t in enumerate(each, 1))
-        return lambda samples: longest * len(samples)
-
-    def network(self) -> AnalyticNetwork | FlowLevelNetwork:
-        scenario, device = self.scenario, self.device
-        machines = -(-scenario.gpus // device.devices_per_node)
-        net = rail_optimised(
-            machines,
-            device.devices_per_node,
-            nic_bytes_per_s=device.efficiency.network * device.inter_bytes_per_s,
-            nvlink_bytes_per_s=device.efficiency.network * device.intra_bytes_per_s,
-            leaf_radix=machines,
-            nvlink_latency_s=device.intra_latency_s,
-            network_latency_s=device.inter_latency_s,
-        )
-        return (AnalyticNetwork if scenario.network == "analytic" else FlowLevelNetwork)(net)
-
-
-# --- what cannot be
-
-
-def check(scenario: Scenario) -> None:
-    """Raise ConfigError with every fault found, one per line, each with its arithmetic."""
-    faults = [*_divisions(scenario)] or [*_batches(scenario), *_memory(scenario), *_numbers(scenario)]
-    if faults:
-        raise ConfigError("\n".join(f"{scenario.name}: {fault}" for fault in faults))
-
-
-def _divisions(s: Scenario) -> Iterator[str]:
-    model, device = ModelCost.of(s.model), load_device(s.device)
-    for role in ROLES:
-        tp = getattr(s, role).tp
-        if tp < 1 or s.width % tp:
-            yield f"{role}.tp = {tp} does not divide training.tp = {s.width}, the GPUs that change role together"
-            continue
-        try:
-            Parallel(tp=tp).check(model, device)
-        except ConfigError as error:
-            yield str(error)
-    if s.gpus % s.width:
-        yield f"{s.gpus} GPUs / training.tp = {s.width} leaves {s.gpus % s.width} over"
-    for role in ROLES:
-        if (gpus := getattr(s.placement, role)) < 0 or gpus % s.width:
-            yield f"placement.{role} = {gpus} GPUs is no multiple of training.tp = {s.width}"
-    placed = [getattr(s.placement, role) for role in ROLES]
-    if sum(placed) != s.gpus:
-        yield f"placement: {' + '.join(map(str, placed))} = {sum(placed)} GPUs, but gpus = {s.gpus}"
-    for role in ("rollout", "training"):
-        if not getattr(s.placement, role):
-            yield f"placement.{role} = 0: nobody would do it"
-
-
-def _batches(s: Scenario) -> Iterator[str]:
-    groups = s.workload.prompts
-    if groups % s.minibatches:
-        yield f"{groups} prompts / minibatches = {s.minibatches} leaves {groups % s.minibatches} over"
-    elif s.nodes > groups // s.minibatches and any(p.policy.get("shares") == "even" for p in s.policies.values()):
-        yield (
-            f"{s.nodes} replicas of the trainer, but a minibatch has {groups} / {s.minibatches} = "
-            f"{groups // s.minibatches} groups: even shares leave some without"
-        )
-
-
-def _memory(s: Scenario) -> Iterator[str]:
-    model, device, longest = ModelCost.of(s.model), load_device(s.device), s.prompt_tokens + s.response_tokens
-    dp = s.placement.training // s.width
-    for fits in (
-        lambda: rollout_memory(device, model, s.rollout.tp, s.rollout.memory_fraction),
-        lambda: inference_memory(device, model, Parallel(tp=s.inference.tp), longest),
-        lambda: training_memory(device, model, Parallel(tp=s.training.tp, dp=dp), longest),
-    ):
-        try:
-            fits()
-        except ConfigError as error:
-            yield str(error)
-            return
-    room = kv_capacity_tokens(device, model, s.rollout.tp, s.rollout.memory_fraction)
-    if room < longest:
-        yield (
-            f"a prompt of {s.prompt_tokens} tokens and an answer of {s.response_tokens} are {longest} tokens, but an engine "
-            f"of {s.rollout.tp} GPUs holds {room}: give it more GPUs or a larger memory_fraction"
-        )
-
-
-def _numbers(s: Scenario) -> Iterator[str]:
-    """Times must be finite and not negative, factors above 0."""
-    times = {"moves.leave_rollout_s": s.moves.leave_rollout_s, "moves.sync_s": s.moves.sync_s, "decision_s": s.decision_s}
-    times |= {f"moves.join_s.{role}": seconds for role, seconds in s.moves.join_s.items()}
-    times |= {f"{role}.sequence_s": getattr(s, role).sequence_s for role in ("inference", "training")}
-    times |= {"training.step_s": s.training.step_s}
-    for name, seconds in times.items():
-        if not (math.isfinite(seconds) and seconds >= 0):
-            yield f"{name} = {seconds:g} must be a finite number of seconds, 0 or more"
-    for name in ErrorOf.__struct_fields__:
-        if not (math.isfinite(factor := getattr(s.errors, name)) and factor > 0):
-            yield f"errors.{name} = {factor:g} is a factor, above 0"
-    if not 1 <= s.measured <= s.iterations:
-        yield f"measured = {s.measured} of iterations = {s.iterations}: at least 1, and not more than there are"
-    for name, policy in s.policies.items():
-        try:
-            s._config(policy)
-        except ConfigError as error:
-            yield f"policies.{name}: {error}"
 
 
 # --- files
