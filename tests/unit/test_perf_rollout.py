@@ -52,7 +52,7 @@ def test_a_device_file_with_a_fault_is_refused_with_the_fault(tmp_path, line, te
 
 
 def test_an_unknown_device_is_told_with_those_there_are():
-    with pytest.raises(ConfigError, match="'b200': there are a100, a800, h100, h200, h800"):
+    with pytest.raises(ConfigError, match="'b200': there are a100, a800, cpu-core, h100, h200, h800"):
         load_device("b200")
 
 
