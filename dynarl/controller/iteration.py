@@ -416,7 +416,9 @@ class Iteration:
             return
         if self._turns is not None:
             moves = take_turns(self.view(to_train), self._turns.free())
-            self._turns.give({n: r for n, r in moves.items() if (n, r) not in self._down})
+            if given := {n: r for n, r in moves.items() if (n, r) not in self._down}:
+                self._turns.give(given)
+                self._hand_out(to_train)  # now: no event says that they take work
             return
         with self._monitor.overhead("decisions"):
             if self._policy.name == "adaptive":

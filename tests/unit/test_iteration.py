@@ -178,6 +178,11 @@ def test_nodes_that_switch_by_themselves_do_it_once_per_role_where_everything_is
     assert set(cluster.switched.values()) == {1}
 
 
+def test_a_node_that_is_given_another_role_gets_work_of_it_at_once(tmp_path):
+    """Not only when it is time to look again, though nothing happens: that would be a second later."""
+    run(*POLICIES["one node by itself"], 1, tmp_path, limit_s=0.8)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_nobody_switches_while_the_weights_change(seed, tmp_path):
     """Early minibatches are trained while slow nodes still generate what the others are about to score."""
