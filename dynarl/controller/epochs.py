@@ -113,6 +113,7 @@ class Epochs:
         self.epoch += 1
         moves = [{"node": node, "source": self.roles[node], "target": role}]
         self.roles[node] = role
+        self.num_changes += 1
         outcome = Outcome(self.epoch, True, phases=phases, pause_ms=sum(phases.values()))
         reason = "its devices are free for this role"
         self._journal.append("epoch_proposed", epoch=self.epoch, moves=moves, reason=reason)

@@ -280,9 +280,9 @@ def test_an_iteration_waits_for_its_straggler(late, tmp_path, monkeypatch):
     assert not any(node.requests or any(node.work.values()) for node in cluster.agents.values())
 
 
-def bare(home: dict[str, str], samples: list[str], tmp_path) -> tuple[Iteration, Cluster]:
+def bare(home: dict[str, str], samples: list[str], tmp_path, policy=POLICIES["static"][1]) -> tuple[Iteration, Cluster]:
     """An iteration that nobody runs, on a cluster that does nothing."""
-    policy, cluster = POLICIES["static"][1], Cluster(home, 0)
+    cluster = Cluster(home, 0)
     epochs = Epochs(cluster, journal.Journal(tmp_path / "journal.jsonl"), home, 1.0)
     cluster.iteration = Iteration(Config(policy=policy), cluster, epochs, WEIGHTS, capabilities(policy, home), set(), samples)
     return cluster.iteration, cluster
@@ -291,6 +291,16 @@ def bare(home: dict[str, str], samples: list[str], tmp_path) -> tuple[Iteration,
 def finished(iteration: Iteration, node: str, sample: str) -> None:
     iteration.event_finished(node, sample=sample, reward=1.0, correct=True, timed_out=False, tokens=3, prompt_tokens=2, finish="stop",
                              version=WEIGHTS.version)
+
+
+def test_a_node_that_has_switched_takes_work_of_its_role_also_while_all_hold_still(tmp_path):
+    """The switch was under way when they were told to."""
+    iteration, _ = bare(homes(2, 0, 1), ["1:0:0"], tmp_path, POLICIES["by node"][1])
+    iteration._turns.give({"n1": "training"})
+    iteration._turns.hold_still()
+    assert iteration._at_work("training") == ["n3"]
+    iteration.event_switched("n1", source="rollout", target="training", phases={})
+    assert iteration._at_work("training") == ["n1", "n3"] and iteration._at_work("rollout") == ["n2"]
 
 
 def test_an_answer_that_completes_while_its_node_gives_up_counts_once(tmp_path):
