@@ -289,8 +289,8 @@ class Iteration:
         # Shares are of the trainer as it is once a change is over.
         if self.ledger.num_in_state("scored") and not (even and self._change is not None):
             among = to_train.groups if even else None
-            self.leases.hand_out(
-                "training", self._to_train(to_train), self._at_work("training"), self._of_sample, among)
+            groups = self._to_train(to_train) if even else self._longest_first(to_train)
+            self.leases.hand_out("training", groups, self._at_work("training"), self._of_sample, among)
 
     def _to_score(self) -> Iterator[Group]:
         """Groups that inference may take now."""
@@ -299,6 +299,10 @@ class Iteration:
     def _to_train(self, batch: Minibatch) -> Iterator[Group]:
         """Groups of a minibatch that training may take now."""
         return (group for group in self.ledger.in_state("scored") if group.name in batch.names and self._is_offered(group))
+
+    def _longest_first(self, batch: Minibatch) -> list[Group]:
+        """These, so that the last ones, for which all but a few nodes wait before a step, are short."""
+        return sorted(self._to_train(batch), key=lambda group: -group.num_tokens)
 
     def _is_offered(self, group: Group) -> bool:
         """Whether the chunk is full in which a generated or scored group goes on."""
@@ -425,7 +429,7 @@ class Iteration:
                 moves = self._monitor.consult(
                     self._policy, self.ledger, self._epochs.roles, self._may, self._down,
                     lambda group: self._is_offered(group) and (group.state == "generated" or group.name in to_train.names),
-                    self._needs_scoring, self.leases.replicas, self._clock() - self._last_change)
+                    self._needs_scoring, self.leases.replicas, self._clock() - self._last_change, self._bound())
             elif self._policy.name == "published":
                 moves = self._boundaries.decide(self.view(to_train))
             elif self._policy.name == "in_turn":
@@ -436,6 +440,11 @@ class Iteration:
         moves = {node: role for node, role in moves.items() if (node, role) not in self._down}
         if moves:
             self._begin(moves)
+
+    def _bound(self) -> frozenset[str]:
+        """Nodes that the next optimizer step needs: its owners, and who has gradients of it or is about to."""
+        owners = {node for node, role in self._epochs.home.items() if role == "training"}
+        return frozenset(owners | {group.node for group in self.ledger.in_state("training", "accumulated")})
 
     def _begin(self, moves: dict[str, str]) -> None:
         self._leaving |= set(moves)

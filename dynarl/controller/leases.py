@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter, defaultdict
 from typing import Any, Awaitable, Callable, Iterable, Mapping, Sequence
 
@@ -12,7 +13,8 @@ from dynarl.controller.replicas import Replica
 from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow.ledger import Group, Ledger
 
-# Leases that a worker holds: one that it works on, one that waits, so that it never waits for the network.
+# Leases that a worker holds: one that it works on, one that waits, so that it never waits for the network. The second
+# only as long as there is a group for every replica: of the last ones nobody should have two while others have none.
 PER_REPLICA = 2
 METHODS = {"inference": "score", "training": "train"}
 
@@ -49,9 +51,13 @@ class Leases:
         slots = self._slots_of(role, at_work)
         at_work_now = sorted(replica for replicas in slots.values() for replica in replicas) if among is not None else []
         room = _room(among, at_work_now) if among is not None else None
+        num_replicas = sum(map(len, slots.values()))
+        groups = list(itertools.islice(groups, PER_REPLICA * num_replicas)) if among is None else groups
+        # Where there are few groups none waits behind another while a replica is about to be free.
+        most = PER_REPLICA if among is not None or len(groups) >= num_replicas else 1
         for group in groups:
             if room is None:
-                replica = next((replica for held in range(PER_REPLICA) for replica in slots[held]), None)
+                replica = next((replica for held in range(most) for replica in slots[held]), None)
             else:
                 replica = max(room, key=room.__getitem__, default=None)
                 replica = replica if replica is not None and room[replica] > 0 else None

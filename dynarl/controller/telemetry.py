@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dynarl import wire
 from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Outcome
 from dynarl.controller.overhead import Overhead
@@ -22,7 +23,7 @@ from dynarl.controller.trace import Trace
 from dynarl.dataflow.ledger import Group, Ledger
 from dynarl.hypergraph.journal import Journal
 from dynarl.scheduler import adaptive, policy as rules
-from dynarl.scheduler.costs import Costs, WorkRate
+from dynarl.scheduler.costs import Costs, GroupDelay, WorkRate
 from dynarl.scheduler.situation import Decision, Queue, Situation
 from dynarl.scheduler.survival import Lengths
 from dynarl.scheduler.telemetry import Instance, figures_interval_s, summarize
@@ -64,6 +65,7 @@ class Monitor:
         workers = config.cluster.nodes * config.cluster.devices_per_node
         self._figures_gap_s = figures_gap_s or max(FIGURES_GAP_S, FIGURES_GAP * figures_interval_s(workers))
         self.lengths = Lengths(config.algorithm.max_response_tokens)
+        self.delay = GroupDelay(config.algorithm.prompts_per_step, config.algorithm.group_size)
         self.overhead = Overhead()
         self._workers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # node -> worker -> its last figures
         self._rates: dict[str, float] = {}
@@ -80,6 +82,7 @@ class Monitor:
         self._workers.clear()
         self._partial.clear()
         self._leases.clear()
+        self.delay.next_iteration()
         self.trace = Trace()
         self.worked: Counter[str] = Counter()  # role -> seconds of nodes with its leases
         self._open: list[tuple[int, float, Decision, list[float]]] = []
@@ -109,7 +112,8 @@ class Monitor:
         if last and last["running"] and running and tokens > last["tokens"] and now - last["at"] < self._figures_gap_s:
             mean = 0.5 * (running + last["running"])
             step_s = (now - last["at"]) * mean / (tokens - last["tokens"])
-            self.costs.step.observe(mean * self._config.cluster.devices_per_node, step_s)
+            devices = self._config.cluster.devices_per_node
+            self.costs.step.observe(mean * devices, step_s, 0.5 * (kv_used_tokens + last["kv"]) * devices)
             self.trace.decoded(mean, tokens - last["tokens"], prefill_tokens - last["prefilled"], now - last["at"])
             self._rates[node] = mean / step_s
         self.trace.kv_tokens = max(self.trace.kv_tokens, kv_total_tokens or 0)
@@ -129,6 +133,7 @@ class Monitor:
         """masked_tokens: those that tools wrote; no decode step was made for them."""
         self._partial.pop(sample, None)
         self.lengths.finished(tokens - masked_tokens)
+        self.delay.finished(wire.group_of(sample))
         self._written += tokens
         self._sampled += tokens - masked_tokens
         at_s = round(self.clock() - self._began, 4)
@@ -165,6 +170,7 @@ class Monitor:
             return
         pause_s = 1e-3 * outcome.pause_ms
         for node, target in moves.items():
+            self._workers.pop(node, None)  # between these figures and the next ones it was away
             self.costs.moves.observe(sources[node], target, pause_s)
         if self._open:
             self._open[-1][3].append(pause_s)
@@ -182,9 +188,11 @@ class Monitor:
         needs_scoring: bool,
         replicas: Mapping[str, list[Replica]],
         since_move_s: float,
+        bound: frozenset[str] = frozenset(),
     ) -> dict[str, str]:
         """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)}
-        without workers; wanted: whether a component may take a group now. The answer is put on record."""
+        without workers; wanted: whether a component may take a group now; bound: nodes without which the
+        optimizer cannot step. The answer is put on record."""
         if down:
             roles = {node: role for node, role in roles.items() if (node, role) not in down}
         count = ledger.num_in_state
@@ -205,7 +213,7 @@ class Monitor:
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
         began = self.stopwatch()
-        seen = self.situation(ledger, roles, may, wanted, needs_scoring, units)
+        seen = self.situation(ledger, roles, may, wanted, needs_scoring, units, bound)
         decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
         seconds = self.stopwatch() - began
         self.look_at, self._urgent_at = now + max(LOOK_S, seconds / DECISION_SHARE), now + seconds / URGENT_SHARE
@@ -285,6 +293,7 @@ class Monitor:
             written_per_sampled=self.written_per_sampled,
             max_running=self._max_running,
             max_queued=self._max_queued,
+            group_delay=self.delay.estimate,
         )
         return adaptive.start_roles(policy, home, situation, self.lengths.survival([]), self.costs)
 
@@ -298,6 +307,7 @@ class Monitor:
         wanted: Callable[[Group], bool],
         needs_scoring: bool,
         units: Mapping[str, int],
+        bound: frozenset[str] = frozenset(),
     ) -> Situation:
         """The iteration as the adaptive policy sees it."""
         running = {node: ledger.num_running_on(node) for node, role in roles.items() if role == "rollout"}
@@ -329,6 +339,9 @@ class Monitor:
             kv_tokens=self.kv_tokens(),
             units=units,
             slow=self.slow(running),
+            bound=bound,
+            finished_share=1.0 - ledger.num_live / max(sum(len(g.samples) for g in ledger.groups.values()), 1),
+            group_delay=self.delay.estimate,
         )
 
     def lengths_on(self, node: str, count: int) -> list[int]:

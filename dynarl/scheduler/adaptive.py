@@ -80,7 +80,7 @@ def decide(
         return Decision(
             {}, f"Stay: the last move was {since_move_s:.2f} s ago, and policy.dwell_s is {policy.dwell_s:g}."
         )
-    made = _generation(situation, survival)
+    made = _generation(situation, pool, survival)
     problem = _problem(situation, pool, made, costs)
     leave, held_by = _may_leave(policy, situation, pool, made)
     plans = _plans(situation, pool, costs, leave, problem, allocations)
@@ -98,7 +98,7 @@ def start_roles(
     situation: of the iteration that is to begin, all of its requests waiting, every node in its home role.
     """
     pool = Pool(situation)
-    made = _generation(situation, survival)
+    made = _generation(situation, pool, survival)
     problem = _problem(situation, pool, made, costs)
     now = tuple(pool.now[component] for component in situation.components)
     plans = [_Plan(now, {})]
@@ -139,7 +139,7 @@ def _call_back(situation: Situation, pool: Pool) -> Decision:
     return Decision(moves, f"{reason}: one node returns at once.", ways, 1, math.inf)
 
 
-def _generation(situation: Situation, survival: Survival) -> Generation:
+def _generation(situation: Situation, pool: Pool, survival: Survival) -> Generation:
     return generation(
         survival,
         situation.lengths,
@@ -147,6 +147,9 @@ def _generation(situation: Situation, survival: Survival) -> Generation:
         situation.finished_tokens,
         situation.prompt_tokens,
         situation.written_per_sampled,
+        max(pool.now[situation.generator], 1) * situation.max_running,
+        situation.group_delay,
+        situation.finished_share,
     )
 
 
@@ -166,7 +169,9 @@ def _problem(situation: Situation, pool: Pool, made: Generation, costs: Costs) -
     )
     stuck = pool.now[situation.generator] - pool.movable[situation.generator]
     move_s = costs.moves.seconds(situation.generator, names[-1]) if names else 0.0
-    return Problem(made, stages, (costs.step.fixed_s, costs.step.per_request_s), situation.max_running, move_s, stuck)
+    running_share = situation.max_running / situation.most
+    kv_tokens = math.inf if situation.kv_tokens is None else situation.kv_tokens * running_share
+    return Problem(made, stages, costs.step.parts, situation.max_running, move_s, stuck, kv_tokens)
 
 
 def _may_leave(policy: Policy, situation: Situation, pool: Pool, made: Generation) -> tuple[int, str]:
@@ -350,6 +355,7 @@ def _seen(situation: Situation, pool: Pool, costs: Costs, made: Generation) -> d
         "tokens/longest_to_come": round(float(made.x[-1]), 1),
         "step/fixed_s": costs.step.fixed_s,
         "step/per_request_s": costs.step.per_request_s,
+        "group_delay": situation.group_delay or 0.0,
         "error": round(costs.error, 4),
     }
     for name, queue in situation.queues.items():

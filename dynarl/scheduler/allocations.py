@@ -60,6 +60,10 @@ class Pool:
         self._by: dict[tuple[str | None, frozenset[str]], list[str]] = defaultdict(list)
         for node, role in situation.roles.items():
             others = situation.may[node] - {role}
+            if node in situation.bound and role != situation.generator:
+                # It would be called back at the next step; and were only such nodes left there, the step would have to
+                # wait for the last answer.
+                others -= {situation.generator}
             if others:
                 self._by[role, others].append(node)
         self.able: Counter[tuple[str | None, str]] = Counter()
@@ -88,8 +92,9 @@ class Pool:
         return None if any(n for giver, n in spare.items() if giver is not None) else flows
 
     def pick(self, flows: Flows) -> dict[str, str] | None:
-        """Nodes for these flows, givers in pipeline order: of rollout those that are slow or have the fewest
-        requests, since they have the least to hand over. None where a node would be needed twice."""
+        """Nodes for these flows, givers in pipeline order: those first that have to be there at the next step anyhow; of
+        rollout those that are slow or have the fewest requests, since they have the least to hand over. None where a
+        node would be needed twice."""
         situation, taken, moves = self._situation, set(), {}
         order = {component: index for index, component in enumerate((None, *situation.components))}
         # Most particular first: a node that can go to one place only is no help elsewhere.
@@ -101,7 +106,12 @@ class Pool:
                 for node in nodes
                 if node not in taken
             ]
-            able.sort(key=lambda n: (n not in situation.slow, situation.running.get(n, 0), len(situation.may[n]), n))
+            wanted = situation.bound if taker == situation.components[-1] else situation.roles.keys() - situation.bound
+            able.sort(
+                key=lambda n: (
+                    n not in wanted, n not in situation.slow, situation.running.get(n, 0), len(situation.may[n]), n
+                )
+            )  # fmt: skip
             if len(able) < count:
                 return None
             taken |= set(able[:count])

@@ -1,9 +1,9 @@
 """What things take, learned from what they took: step time of a rollout node, seconds per token of the other roles,
 moves.
 
-- A decode step of b running requests takes a + c * b seconds: the weights are read once, each request adds its
-  share. So a node's rate b / (a + c * b) is concave in b and levels off at 1 / c. Recursive least squares, old steps
-  forgotten.
+- A decode step of b running requests that hold K tokens takes a + c * b + k * K seconds: the weights are read once, each
+  request adds its share, and the keys and values of all tokens are read. So a node's rate is concave in b and levels
+  off. Least squares without negative parts, from what was seen at each load.
 - Inference and training take seconds in proportion to tokens; nodes work on groups of their own, so n nodes are n
   times as fast. A ratio of forgotten sums.
 - A move takes its node away for as long as such moves did: the median of the last ones, by (old role, new role).
@@ -13,8 +13,9 @@ Every model predicts before it learns; the median relative error of its last pre
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,13 +29,19 @@ REMEMBERED = 32
 LEAST_SHARE = 0.02
 # Before the first move: what one takes on idle CPUs. Before the first error: no reason for trust.
 DEFAULT_PAUSE_S, DEFAULT_ERROR = 0.3, 0.25
-# Variances, relative to the first step: of a single step's time (other work, prefills), and of a and c before others came.
-NOISE, PRIOR_VARIANCE = 0.04, 0.25
+# What is guessed before (half of a step fixed, half by requests) counts as so many observations.
+PRIOR_WEIGHT = 0.1
+# Loads are told apart, by half octaves of running requests, since a fit to one load alone does not say what is fixed.
+# Weight of what was seen at a load after each further observation there, and elsewhere.
+FORGET_LOAD, FORGET_OTHERS = 0.9, 0.998
+# Another choice of parts must explain more of what was seen, by this share: a hundredth less error.
+SAME_FIT = 1e-4
+# Steps after which the fit is made again though nobody has asked: predictions are held against an older one until then.
+REFIT_AFTER = 16
+# Complete groups from which on an iteration says by itself how late they are.
+DELAY_FROM_GROUPS = 16
 # A token's forward pass costs about what it adds to a decode step; with backward three times that.
 GUESSED_SHARE = {"inference": 1.0, "training": 3.0}
-# Largest variance, in the prior's: without variation in b the estimate of one direction would forget itself without
-# bound.
-MOST_VARIANCE = 4.0
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Errors:
 
 
 class StepTime:
-    """Seconds of a decode step over running requests.
+    """Seconds of a decode step over running requests and the tokens that they hold.
 
     >>> model = StepTime()
     >>> for running in (1, 4, 8, 2, 16, 8) * 8:
@@ -63,24 +70,37 @@ class StepTime:
     """
 
     def __init__(self) -> None:
-        self._coefficients = np.array([0.01, 0.001])
-        self._scale: float | None = None
-        self._prior = self._variance = np.zeros((2, 2))
+        self._fitted = np.array([0.01, 0.001, 0.0])
+        self._unfitted = 0  # observations since the last fit
+        self._held_each = 0.0  # tokens that a request held at the last observation
+        self._prior: np.ndarray | None = None
+        # By octave of load: weighted sums of outer products of (features, 1), each in units of its step's time, so that
+        # large steps are not more certain than small ones.
+        self._sums: dict[int, np.ndarray] = {}
         self.error = Errors()
 
     @property
     def known(self) -> bool:
-        return self._scale is not None
+        return self._prior is not None
 
     @property
     def fixed_s(self) -> float:
         """a: seconds of a step whatever runs."""
-        return float(self._coefficients[0])
+        return self.parts[0]
 
     @property
     def per_request_s(self) -> float:
-        """c: further seconds for each running request."""
-        return float(self._coefficients[1])
+        """Further seconds for each running request, with as many tokens as such had lately."""
+        _, c, k = self.parts
+        return c + k * self._held_each
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """(a, c, k): seconds of every step, for each request, for each token held."""
+        if self._unfitted:
+            self._fit()
+        a, c, k = self._fitted.tolist()
+        return a, c, k
 
     def seconds(self, running: float) -> float:
         return self.fixed_s + self.per_request_s * running
@@ -88,24 +108,45 @@ class StepTime:
     def tokens_per_s(self, running: float) -> float:
         return running / self.seconds(running) if running else 0.0
 
-    def observe(self, running: float, seconds: float) -> None:
-        """Steps of `running` requests took `seconds` each."""
+    def observe(self, running: float, seconds: float, held_tokens: float = 0.0) -> None:
+        """Steps of `running` requests, which held so many tokens together, took `seconds` each."""
         if running <= 0 or seconds <= 0:
             return
-        if self._scale is None:
-            self._scale = seconds
-            self._coefficients = np.array([0.5 * seconds, 0.5 * seconds / running])
-            self._prior = self._variance = PRIOR_VARIANCE * np.diag([seconds**2, (seconds / running) ** 2])
-        self.error.add(self.seconds(running), seconds)
-        # In units of the step itself: large steps are not more certain than small ones.
-        features = np.array([1.0, running]) / seconds
-        gain = self._variance @ features / (FORGET * NOISE + features @ self._variance @ features)
-        estimate = self._coefficients + gain * (1.0 - features @ self._coefficients)
-        self._variance = (self._variance - np.outer(gain, features) @ self._variance) / FORGET
-        grown = (np.diag(self._variance) / np.diag(self._prior)).max()
-        self._variance *= min(1.0, MOST_VARIANCE / max(grown, 1e-30))
-        least = LEAST_SHARE * seconds
-        self._coefficients = np.maximum(estimate, [least, least / running])
+        if self._prior is None:
+            self._prior = PRIOR_WEIGHT * np.diag([seconds**-2, (running / seconds) ** 2])
+            self._guess = np.array([0.5 * seconds, 0.5 * seconds / running])
+            self._fitted = np.append(self._guess, 0.0)
+        self._held_each, self._last = held_tokens / running, (running, seconds)
+        self.error.add(float(self._fitted @ [1.0, running, held_tokens]), seconds)
+        row = np.array([1.0, running, held_tokens, seconds]) / seconds
+        here = int(2.0 * math.log2(running)) if running > 1 else 0
+        for load, sums in self._sums.items():
+            sums *= FORGET_LOAD if load == here else FORGET_OTHERS
+        self._sums[here] = self._sums.get(here, 0.0) + np.outer(row, row)
+        self._unfitted += 1
+        if self._unfitted >= REFIT_AFTER or len(self.error.last) < REFIT_AFTER:
+            self._fit()
+
+    def _fit(self) -> None:
+        self._unfitted, (running, seconds) = 0, self._last
+        total = sum(self._sums.values())
+        squares, products = total[:3, :3].copy(), total[:3, 3].copy()
+        squares[:2, :2] += self._prior
+        products[:2] += self._prior @ self._guess
+        scale = np.sqrt(np.maximum(np.diag(squares), 1e-300))
+        # Of all choices of parts that are not zero, the best without a negative one; the simpler where both are as good.
+        best, found = 0.0, None
+        for chosen in ([0], [1], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+            if scale[chosen].min() <= 1e-140:
+                continue
+            scaled = squares[np.ix_(chosen, chosen)] / np.outer(scale[chosen], scale[chosen])
+            parts = np.linalg.lstsq(scaled, products[chosen] / scale[chosen], rcond=1e-10)[0] / scale[chosen]
+            if parts.min() >= 0 and (gain := float(products[chosen] @ parts)) > best * (1.0 + SAME_FIT):
+                best, found = gain, np.zeros(3)
+                found[chosen] = parts
+        if found is not None:
+            least = LEAST_SHARE * seconds
+            self._fitted = np.maximum(found, [least, least / running, 0.0])
 
 
 class WorkRate:
@@ -153,6 +194,47 @@ class MoveCost:
         return statistics.median(known) if known else DEFAULT_PAUSE_S
 
 
+class GroupDelay:
+    """How much later groups are complete than their answers are: a share p^d of the groups when a share p of the
+    answers has ended. Members that are independent of each other give d of a group's size, such of equal length that
+    begin together 1. From the area under that curve, p * p^d / (d + 1).
+
+    >>> delay = GroupDelay(groups=2, size=2)
+    >>> for group in ("a", "a", "b", "b"):
+    ...     delay.finished(group)
+    >>> delay.next_iteration(); round(delay.estimate, 2)
+    1.67
+    """
+
+    def __init__(self, groups: int, size: int):
+        self._groups, self._size = groups, size
+        self._former: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._members: Counter[str] = Counter()
+        self._answers = self._complete = self._area = 0
+
+    def finished(self, group: str) -> None:
+        """Another answer of this group has ended."""
+        self._members[group] += 1
+        self._area += 2 * self._complete
+        self._complete += self._members[group] == self._size
+        self._area += self._members[group] == self._size
+        self._answers += 1
+
+    def next_iteration(self) -> None:
+        self._former = self.estimate
+        self._clear()
+
+    @property
+    def estimate(self) -> float | None:
+        """d of this iteration, once enough groups are complete, else of the one before; None while neither is known."""
+        if self._complete < min(DELAY_FROM_GROUPS, self._groups):
+            return self._former
+        return max(2.0 * self._answers * self._complete / self._area - 1.0, 1.0)
+
+
 @dataclass
 class Costs:
     """All that was learned. `stages`: by component after the first of the pipeline, in its order."""
@@ -167,7 +249,7 @@ class Costs:
         rate = self.stages.get(stage)
         if rate is not None and rate.known:
             return rate.seconds_per_token
-        return GUESSED_SHARE.get(stage, 1.0) * self.step.per_request_s
+        return GUESSED_SHARE.get(stage, 1.0) * self.step.parts[1]
 
     @property
     def error(self) -> float:

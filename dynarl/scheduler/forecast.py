@@ -4,11 +4,12 @@ The first component generates, the others (stages) take groups in pipeline order
 has now, and how many nodes rollout keeps from some later moment on; at the latest, its nodes leave with the last
 answer.
 
-- Generation: all live requests advance together. After x more tokens each, N(x) of them live (from the survival
-  function) and R nodes share them, so dT/dx = a + c * N / R, more where requests queue. The last ends at the
-  expected maximum.
-- Groups: one with k live members is complete after x tokens with chance (1 - N(x)/N(0))^k. Its tokens are the work of
-  every stage.
+- Generation: requests run in their order, as many as the nodes decode together; one that ends makes room for one that
+  waits. After x steps of these, N(x) live (from the survival function). With other numbers of nodes the same work is
+  done in the same order, by as many as they can decode; the last ends at the expected maximum.
+- Groups: as answers end, a share of them p, a share p^d of the groups is complete; d says how much later a group is
+  than its answers, seen in this job. Unless that is known, members are independent: one with k live members is
+  complete with chance (1 - N(x)/N(0))^k. Its tokens are the work of every stage.
 - Stages: work that has arrived is done first come, first served, by all nodes of the stage: a queue's departures are
   the running maximum of (arrival, and all work since then). Groups are not split: a stage with G groups left is
   never faster than one group, and its n nodes do as much as G / ceil(G / n).
@@ -30,6 +31,8 @@ from dynarl.scheduler.survival import Survival, grouped, points
 CELLS = 32
 # What queues at a stage is cut into so many parts, so that the next stage need not wait for all of it.
 BACKLOG_CELLS = 8
+# Cells in which the order of requests is played out.
+FINE_CELLS = 128
 NEVER = np.inf
 # Two paths of equal length end 2 ** (1 / SHARPNESS) later than one: 9 %, as far as paths of ten per cent error are
 # apart.
@@ -55,13 +58,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Generation:
-    """What is left to generate, over x further tokens. live[j]: requests alive at x[j]; complete[j]: share of the
+    """What is left to generate, over x further steps. live[j]: requests alive at x[j]; work[j]: tokens decoded
+    between x[j] and x[j + 1]; held[j]: tokens that a running request holds at x[j]; complete[j]: share of the
     unfinished groups complete by then. groups, tokens: number of them and of tokens they will have; last_tokens:
-    those of the last. peak_kv_tokens: most tokens in KV memory at once from now on.
+    those of the last. peak_kv_tokens: most tokens in KV memory at once from now on, should all requests run.
     """
 
     x: np.ndarray
     live: np.ndarray
+    work: np.ndarray
+    held: np.ndarray
     complete: np.ndarray
     groups: float
     tokens: float
@@ -76,41 +82,101 @@ def generation(
     finished_tokens: float,
     prompt_tokens: float = 0.0,
     written_per_sampled: float = 1.0,
+    slots: float = np.inf,
+    group_delay: float | None = None,
+    finished_share: float = 0.0,
 ) -> Generation:
     """lengths: tokens so far of each live request; live_members: {live members: number of unfinished groups};
     finished_tokens: of finished answers in these groups; prompt_tokens: mean length of a prompt; written_per_sampled:
-    tokens that an answer has, and the stages have to work on, for each that takes a decode step."""
+    tokens that an answer has, and the stages have to work on, for each that takes a decode step; slots: requests that
+    are decoded together; group_delay: d; finished_share: of all answers, those that have ended."""
     kinds, counts = grouped(lengths)
     if not len(kinds):
-        return Generation(np.zeros(CELLS + 1), np.zeros(CELLS + 1), np.ones(CELLS + 1), 0.0, 0.0, 0.0, 0.0)
+        nothing = np.zeros(CELLS + 1)
+        return Generation(nothing, nothing, nothing[1:], nothing, np.ones(CELLS + 1), 0.0, 0.0, 0.0, 0.0)
     furthest = max(survival.expected_max_remaining(lengths), 1.0)
-    x = points(furthest, CELLS)
-    remains = survival.remains(kinds, x)
-    live = counts @ remains
+    total = counts.sum()
+    if total <= slots:
+        x = points(furthest, CELLS)
+        remains = survival.remains(kinds, x)
+        live = counts @ remains
+        work = 0.5 * (live[1:] + live[:-1]) * np.diff(x)
+        held = counts @ (remains * (written_per_sampled * (kinds[:, None] + x) + prompt_tokens)) / np.maximum(live, 1e-9)
+        peak = float((held * live).max())
+        held[live < 1e-6] = held[live >= 1e-6][-1]
+    else:
+        x, live, work, held = _in_order(survival, kinds, counts, slots, furthest)
+        held = written_per_sampled * held + prompt_tokens
+        together = points(furthest, CELLS)
+        remains = survival.remains(kinds, together)
+        peak = float(
+            (counts @ (remains * (written_per_sampled * (kinds[:, None] + together) + prompt_tokens))).max()
+        )
     live[-1] = 0.0
     groups = float(sum(live_members.values()))
-    ended = 1.0 - live / counts.sum()
-    complete = sum(n * ended**k for k, n in live_members.items()) / max(groups, 1.0)
+    ended = 1.0 - live / total
+    if group_delay is None:
+        complete = sum(n * ended**k for k, n in live_members.items()) / max(groups, 1.0)
+    else:
+        before = finished_share**group_delay
+        complete = ((finished_share + (1.0 - finished_share) * ended) ** group_delay - before) / (1.0 - before)
     rest = survival.expected_remaining(kinds)
     tokens = finished_tokens + written_per_sampled * float(counts @ (kinds + rest))
     # The last group is longer than the mean by what its last answer is longer.
-    longer = written_per_sampled * max(furthest - float(counts @ rest) / counts.sum(), 0.0)
+    longer = written_per_sampled * max(furthest - float(counts @ rest) / total, 0.0)
     last = tokens / max(groups, 1.0) + longer
-    held = counts @ (remains * (written_per_sampled * (kinds[:, None] + x) + prompt_tokens))
-    return Generation(x, live, complete, groups, tokens, min(last, tokens), float(held.max()))
+    return Generation(x, live, work, held, complete, groups, tokens, min(last, tokens), peak)
+
+
+def _in_order(
+    survival: Survival, kinds: np.ndarray, counts: np.ndarray, slots: float, furthest: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(x, live, work, sampled tokens of a running one) where more live than are decoded together: those with the most
+    tokens run, and as they end the others begin."""
+    above = np.minimum(np.cumsum(counts[::-1])[::-1], slots)
+    running = above - np.append(above[1:], 0.0)
+    waiting = counts - running
+    queued = waiting.sum()
+    longest = furthest + queued * float(waiting @ survival.expected_remaining(kinds)) / queued / slots
+    x = np.linspace(0.0, longest, FINE_CELLS + 1)
+    width = x[1]
+    first = survival.remains(kinds, x)
+    last = waiting @ first / queued  # chance that one which waited still runs so long after its start
+    mean = float(waiting @ kinds) / queued
+    began, rest = np.zeros(FINE_CELLS + 1), queued
+    run = running @ first
+    for cell in range(FINE_CELLS + 1):
+        still = run[cell] + (began[:cell] @ last[cell:0:-1] if cell else 0.0)
+        began[cell] = min(max(slots - still, 0.0), rest)
+        rest -= began[cell]
+    run = run + np.convolve(began, last)[: FINE_CELLS + 1]
+    held = running @ (first * (kinds[:, None] + x)) + np.convolve(began, last * (mean + x))[: FINE_CELLS + 1]
+    live = run + queued - np.cumsum(began)
+    # The last of many that end independently of each other.
+    end = float(np.trapezoid(-np.expm1(-np.minimum(live, 50.0)), dx=width))
+    done = np.concatenate([[0.0], np.cumsum(0.5 * (run[1:] + run[:-1]) * width)])
+    at = points(end, CELLS)
+    return (
+        at,
+        np.interp(at, x, live),
+        np.diff(np.interp(at, x, done)),
+        np.interp(at, x, held / np.maximum(run, 1e-9)),
+    )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """step: (a, c) of a decode step; max_running: requests that one node decodes together; move_s: seconds that a node
-    that moves later is missing; stuck: rollout nodes that can be nothing else."""
+    """step: (a, c, k) of a decode step; max_running: requests that one node decodes together; move_s: seconds that a
+    node that moves later is missing; stuck: rollout nodes that can be nothing else; kv_tokens: that those of one node
+    hold together."""
 
     generation: Generation
     stages: tuple[Stage, ...]
-    step: tuple[float, float]
+    step: tuple[float, float, float]
     max_running: int
     move_s: float
     stuck: int = 0
+    kv_tokens: float = np.inf
 
 
 def finish_times(
@@ -176,16 +242,19 @@ def _generate(
     problem: Problem, rollout: np.ndarray, keep: np.ndarray, cell: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rollout nodes in each cell, and the times at which cells end (beginning with 0)."""
-    a, c = problem.step
-    live = 0.5 * (problem.generation.live[1:] + problem.generation.live[:-1])
-    steps = np.diff(problem.generation.x)
+    (a, c, k), made = problem.step, problem.generation
+    live, held = (0.5 * (of[1:] + of[:-1]) for of in (made.live, made.held))
+    most = np.clip(problem.kv_tokens / np.maximum(held, 1.0), 1.0, problem.max_running)
 
     later = np.arange(len(live))[None, :] >= cell[:, None]
-    generators = np.where(later, np.minimum(rollout, keep)[:, None], rollout[:, None])
+    generators = np.maximum(np.where(later, np.minimum(rollout, keep)[:, None], rollout[:, None]), NO_NODES)
     # Requests change nodes, so all nodes have about as many.
-    running = np.clip(live / np.maximum(generators, NO_NODES), 1.0, problem.max_running)
-    queueing = np.maximum(live / np.maximum(generators * problem.max_running, NO_NODES), 1.0)
-    spans = steps * queueing * (a + c * running)
+    each = np.minimum(live / generators, most)
+    running = np.maximum(each, 1.0)
+    steps = made.work / np.maximum(each * generators, NO_NODES)
+    # Where less than one is left there is no more work than steps.
+    steps = np.where(live < 1.0, np.maximum(steps, np.diff(made.x)), steps)
+    spans = steps * (a + running * (c + k * held))
     return generators, np.concatenate([np.zeros((len(rollout), 1)), np.cumsum(spans, axis=1)], axis=1)
 
 

@@ -29,7 +29,10 @@ class Situation:
     unfinished groups}; finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt;
     max_running: requests that one node decodes together; max_queued: beyond these it holds so many; kv_tokens: what all
     of them may take there (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
-    the others; written_per_sampled: tokens of an answer for each that is decoded, more than 1 where tools write too.
+    the others; written_per_sampled: tokens of an answer for each that is decoded, more than 1 where tools write too; bound: nodes
+    that the next step of the last component waits for, since they own its state or hold a part of its sum; finished_share: of all
+    answers, those that have ended; group_delay: d, where a share p^d of the groups is complete when a share p of the
+    answers has ended (None: unknown).
     """
 
     roles: Mapping[str, str | None]
@@ -48,6 +51,9 @@ class Situation:
     units: Mapping[str, int] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()
     written_per_sampled: float = 1.0
+    bound: frozenset[str] = frozenset()
+    finished_share: float = 0.0
+    group_delay: float | None = None
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def ends(
 
 
 def problem(made=NOTHING, stages=(Stage(2e-4), Stage(6e-4, passes_on=False)), step=STEP, **options) -> Problem:
-    return Problem(made, stages, step, options.pop("max_running", 64), options.pop("move_s", 0.0), **options)
+    return Problem(made, stages, (*step, 0.0), options.pop("max_running", 64), options.pop("move_s", 0.0), **options)
 
 
 @pytest.mark.parametrize("training", [1, 2, 5, 10])
