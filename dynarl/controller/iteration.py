@@ -300,9 +300,9 @@ class Iteration:
         """Groups of a minibatch that training may take now."""
         return (group for group in self.ledger.in_state("scored") if group.name in batch.names and self._is_offered(group))
 
-    def _longest_first(self, batch: Minibatch) -> list[Group]:
+    def _longest_first(self, batch: Minibatch) -> Iterator[Group]:
         """These, so that the last ones, for which all but a few nodes wait before a step, are short."""
-        return sorted(self._to_train(batch), key=lambda group: -group.num_tokens)
+        yield from sorted(self._to_train(batch), key=lambda group: -group.num_tokens)
 
     def _is_offered(self, group: Group) -> bool:
         """Whether the chunk is full in which a generated or scored group goes on."""
@@ -429,7 +429,7 @@ class Iteration:
                 moves = self._monitor.consult(
                     self._policy, self.ledger, self._epochs.roles, self._may, self._down,
                     lambda group: self._is_offered(group) and (group.state == "generated" or group.name in to_train.names),
-                    self._needs_scoring, self.leases.replicas, self._clock() - self._last_change, self._bound())
+                    self._needs_scoring, self.leases.replicas, self._clock() - self._last_change, self._bound)
             elif self._policy.name == "published":
                 moves = self._boundaries.decide(self.view(to_train))
             elif self._policy.name == "in_turn":

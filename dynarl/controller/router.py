@@ -65,10 +65,11 @@ class Router:
     # --- what is learned
 
     def figures(
-        self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int, **_: Any
-    ) -> None:
+        self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int,
+        prefill_tokens: int = 0, **_: Any
+    ) -> None:  # fmt: skip
         """A worker's report of its load; kv_total_tokens 0: it does not say."""
-        self._speeds.note(worker, now, tokens, running)
+        self._speeds.note(worker, now, tokens, running, prefill_tokens)
         workers = self._kv_tokens[node]
         if workers.get(worker) != kv_total_tokens:
             workers[worker] = kv_total_tokens

@@ -113,7 +113,8 @@ class Monitor:
             mean = 0.5 * (running + last["running"])
             step_s = (now - last["at"]) * mean / (tokens - last["tokens"])
             devices = self._config.cluster.devices_per_node
-            self.costs.step.observe(mean * devices, step_s, 0.5 * (kv_used_tokens + last["kv"]) * devices)
+            if prefill_tokens - last["prefilled"] <= tokens - last["tokens"]:  # else requests have moved there
+                self.costs.step.observe(mean * devices, step_s, 0.5 * (kv_used_tokens + last["kv"]) * devices)
             self.trace.decoded(mean, tokens - last["tokens"], prefill_tokens - last["prefilled"], now - last["at"])
             self._rates[node] = mean / step_s
         self.trace.kv_tokens = max(self.trace.kv_tokens, kv_total_tokens or 0)
@@ -188,7 +189,7 @@ class Monitor:
         needs_scoring: bool,
         replicas: Mapping[str, list[Replica]],
         since_move_s: float,
-        bound: frozenset[str] = frozenset(),
+        bound: Callable[[], frozenset[str]] = frozenset,
     ) -> dict[str, str]:
         """The moves that the adaptive policy wants now; none while it is not time to look. down: {(node, role)}
         without workers; wanted: whether a component may take a group now; bound: nodes without which the
@@ -213,7 +214,7 @@ class Monitor:
         may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
         began = self.stopwatch()
-        seen = self.situation(ledger, roles, may, wanted, needs_scoring, units, bound)
+        seen = self.situation(ledger, roles, may, wanted, needs_scoring, units, bound())
         decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
         seconds = self.stopwatch() - began
         self.look_at, self._urgent_at = now + max(LOOK_S, seconds / DECISION_SHARE), now + seconds / URGENT_SHARE

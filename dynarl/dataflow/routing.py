@@ -158,8 +158,8 @@ def rebalance(instances: Iterable[Instance], *, move_s: float, most: int = 32) -
     """Running requests that should change instances, at most `most`; each request at most once. At the present loads
     each ends earlier by it, and the receiver not later than the giver would have.
 
-    A change costs `move_s` and a prefill of the prefix at the receiver, and is proposed when it pays that back
-    PAYBACK times. Finished members of a group stay where they are: a group is whole in the ledger, which knows the
+    A change costs `move_s` and a prefill of the prefix at the receiver, for which all that run there wait, and is
+    proposed when it pays that back PAYBACK times. Finished members of a group stay where they are: a group is whole in the ledger, which knows the
     holder of each of its answers, not on a node.
     """
     loads = {instance.name: _Load(instance) for instance in instances}
@@ -321,7 +321,9 @@ def _best_move(source: _Load, target: _Load, movable: list[Request], move_s: flo
             continue
         # A running request takes more along than the prompt that it shares with its fellows.
         prefill = target.prefill_of(request) if move_s is None else request.prefix
-        cost_s = 0.0 if move_s is None else move_s + target.instance.prefill_s * prefill
+        # All that run there wait for it.
+        stall_s = target.instance.prefill_s * prefill * (1 + len(target.left))
+        cost_s = 0.0 if move_s is None else move_s + stall_s
         arrival = target.finish(request.remaining, request.remaining, prefill) + (move_s or 0.0)
         if move_s is None:
             gain = end - max(source.finish_without(request), arrival)

@@ -38,20 +38,23 @@ class Speeds:
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[float, int, int]] = {}  # instance -> (time, tokens, running)
+        self._last: dict[str, tuple[float, int, int, int]] = {}  # instance -> (time, tokens, running, prefilled)
         self._steps: dict[str, deque[tuple[float, float]]] = {}  # instance -> (b, seconds per step)
         self._sums = [0.0] * 5  # of 1, b, t, b * b, b * t
         self._summed_at = 0.0
 
-    def note(self, instance: str, now: float, tokens: int, running: int) -> None:
-        """A reading at `now` seconds: `tokens` made since the engine's start, `running` requests in it."""
-        before, tokens_before, running_before = self._last.get(instance, (now, tokens, 0))
+    def note(self, instance: str, now: float, tokens: int, running: int, prefilled: int = 0) -> None:
+        """A reading at `now` seconds: `tokens` made and `prefilled` since the engine's start, `running` requests in it.
+        """
+        before, tokens_before, running_before, prefilled_before = self._last.get(instance, (now, tokens, 0, prefilled))
         if running and running_before and now - before < LEAST_S:
             return
-        self._last[instance] = now, tokens, running
+        self._last[instance] = now, tokens, running, prefilled
         made, b = tokens - tokens_before, (running + running_before) / 2
         least, most = sorted((running, running_before))
         if made <= 0 or not least or most > MOST_CHANGE * least:  # a new engine, idle, or of no one load
+            return
+        if prefilled - prefilled_before > made:  # requests have moved there: they will not in every step
             return
         step_s = (now - before) * b / made
         self._steps.setdefault(instance, deque(maxlen=KEPT_STEPS)).append((b, step_s))

@@ -249,7 +249,7 @@ class Costs:
         rate = self.stages.get(stage)
         if rate is not None and rate.known:
             return rate.seconds_per_token
-        return GUESSED_SHARE.get(stage, 1.0) * self.step.parts[1]
+        return GUESSED_SHARE.get(stage, 1.0) * self.step.per_request_s
 
     @property
     def error(self) -> float:

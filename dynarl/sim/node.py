@@ -255,6 +255,7 @@ class SimNode:
                 tokens=sum(s.engine.tokens_generated for s in seats),
                 kv_used_tokens=sum(s.engine.kv_tokens for s in seats),
                 kv_total_tokens=len(seats) * self._world.kv_capacity_tokens,
+                prefill_tokens=sum(s.engine.prefilled_tokens for s in seats),
                 lengths=[lengths[(2 * i + 1) * len(lengths) // (2 * count)] for i in range(count)],
             )  # fmt: skip
         if self._where:
