@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from dynarl import rundir, wire
 from dynarl.config import degrees
