@@ -37,6 +37,25 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * SECOND_NS)
 
 
+class Happening:
+    """A timer of the world: far lighter than the loop's own, and what its callback raises ends the simulation."""
+
+    __slots__ = ("_callback", "_args")
+
+    def __init__(self, callback: Callable[..., Any], args: tuple):
+        self._callback: Callable[..., Any] | None = callback
+        self._args = args
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def cancelled(self) -> bool:
+        return self._callback is None
+
+    def _run(self) -> None:
+        self._callback(*self._args)
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """explain: called when nothing goes on any more, says what waits for what."""
 
@@ -47,7 +66,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.num_timers = 0  # that have come due
         self._patience_ns = nanoseconds(patience_s)
         self._numbers = itertools.count()
-        self._timers: list[tuple[int, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[int, int, asyncio.TimerHandle | Happening]] = []
         self._of_world: dict[int, None] = {}  # numbers of the world's timers that are to come
         self._world_ns = 0  # when the world had something to do
 
@@ -56,13 +75,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # --- timers
 
-    def at(self, when_ns: int, callback: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+    def at(self, when_ns: int, callback: Callable[..., Any], *args: Any) -> Happening:
         """Something happens in the simulated world at this time."""
-        number, timer = self._set(max(when_ns, self.now_ns), callback, args, None)
+        happening, number = Happening(callback, args), next(self._numbers)
+        heapq.heappush(self._timers, (max(when_ns, self.now_ns), number, happening))
         self._of_world[number] = None
-        return timer
+        return happening
 
-    def after(self, delay_ns: int, callback: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+    def after(self, delay_ns: int, callback: Callable[..., Any], *args: Any) -> Happening:
         """As `at`, counted from now."""
         return self.at(self.now_ns + delay_ns, callback, *args)
 
@@ -75,20 +95,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        return self._set(nanoseconds(when), callback, args, context)[1]
+        return self._set(nanoseconds(when), callback, args, context)
 
     def call_later(
         self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        return self._set(self.now_ns + nanoseconds(delay), callback, args, context)[1]
+        return self._set(self.now_ns + nanoseconds(delay), callback, args, context)
 
     def _set(
         self, when_ns: int, callback: Callable[..., Any], args: tuple, context: contextvars.Context | None
-    ) -> tuple[int, asyncio.TimerHandle]:
-        number = next(self._numbers)
+    ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when_ns / SECOND_NS, callback, args, self, context)
-        heapq.heappush(self._timers, (when_ns, number, timer))
-        return number, timer
+        heapq.heappush(self._timers, (when_ns, next(self._numbers), timer))
+        return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """It is dropped when its time comes."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynarl import wire
 from dynarl.agent.sharing import Sharing
 from dynarl.sim.decode import DecodeEngine, Event
-from dynarl.sim.loop import SECOND_NS, nanoseconds
+from dynarl.sim.loop import SECOND_NS, Happening, nanoseconds
 
 if TYPE_CHECKING:
     from dynarl.sim.fleet import SimFleet
@@ -51,7 +51,7 @@ class Seat:
     engine: DecodeEngine
     number: int
     samples: dict[str, None] = field(default_factory=dict)
-    timer: asyncio.TimerHandle | None = None
+    timer: Happening | None = None
     due_ns: int = 0
 
 
@@ -75,7 +75,7 @@ class SimNode:
         self.seats = [self._seat(n) for n in range(len(self._devices) * fleet.world.engines_per_device)]
         self._where: dict[str, Seat] = {}
         self._homes: dict[str, Seat] = {}  # sample -> where it was last
-        self.at_tool: dict[str, asyncio.TimerHandle] = {}
+        self.at_tool: dict[str, Happening] = {}
         self._tools_free_ns = [0] * (fleet.world.tools_at_once or 0)
         self._leases: dict[tuple[str, int], deque[Lease]] = defaultdict(deque)
         self._idle = asyncio.Event()  # no lease is being worked on

@@ -79,3 +79,26 @@ def test_a_timer_that_was_cancelled_does_not_happen():
         return happened, loop.num_timers
 
     assert run(program) == ([2], 2)
+
+
+def test_what_the_world_raises_ends_the_simulation():
+    async def program():
+        asyncio.get_running_loop().at(SECOND_NS, int, "no number")
+        await asyncio.sleep(5)
+
+    with pytest.raises(ValueError, match="no number"), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(program())
+
+
+def test_what_the_world_cancels_does_not_happen():
+    happened = []
+
+    async def program():
+        loop = asyncio.get_running_loop()
+        loop.at(2 * SECOND_NS, happened.append, "cancelled").cancel()
+        loop.at(SECOND_NS, happened.append, "done")
+        await asyncio.sleep(5)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(program())
+    assert happened == ["done"]
