@@ -88,17 +88,3 @@ def test_what_the_world_raises_ends_the_simulation():
 
     with pytest.raises(ValueError, match="no number"), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(program())
-
-
-def test_what_the_world_cancels_does_not_happen():
-    happened = []
-
-    async def program():
-        loop = asyncio.get_running_loop()
-        loop.at(2 * SECOND_NS, happened.append, "cancelled").cancel()
-        loop.at(SECOND_NS, happened.append, "done")
-        await asyncio.sleep(5)
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(program())
-    assert happened == ["done"]
