@@ -195,14 +195,12 @@ class Cluster:
 
     # --- orders
 
-    async def passing(self, node: Node, role: str, wanted: list[tuple[str, str]]) -> None:
-        """The way of a hand-out through the agent: the gate, fetching from other nodes, the worker."""
+    async def passing(self, node: Node, role: str, wanted: list[tuple[str, str]], lives: int) -> None:
+        """The way of a hand-out through the agent: the gate, fetching from other nodes, the worker, which had had so many
+        lives when it came."""
         if not node.open:
             raise CallError("came while this node changes its role")
-        if role in node.dead:
-            raise CallError(f"{role} of {node.name} is not running")
         node.inside += 1
-        lives = node.lives[role]
         try:
             await self.pause(4)
             for sample, holder in wanted:
@@ -217,9 +215,22 @@ class Cluster:
         finally:
             node.inside -= 1
 
+    def turn(self, node: Node, role: str):
+        """At the devices of a node, unless its worker has died by then."""
+        lives = node.lives[role]
+
+        def check() -> None:
+            if lives != node.lives[role]:
+                raise PeerGone(f"{role} of {node.name} died")
+
+        if role in node.dead:
+            raise CallError(f"{role} of {node.name} is not running")
+        return node.sharing.turn(role, check)
+
     async def on_generate(self, node, requests, split, temperature, seed, max_response_tokens, holders, order):
-        async with node.sharing.turn("rollout"):
-            await self.passing(node, "rollout", [(r["sample"], r["holder"]) for r in requests if r["holder"]])
+        lives = node.lives["rollout"]
+        async with self.turn(node, "rollout"):
+            await self.passing(node, "rollout", [(r["sample"], r["holder"]) for r in requests if r["holder"]], lives)
             for request in requests:
                 assert request["sample"] not in node.requests, "the same request twice on one node"
                 tokens = self.agents[request["holder"]].held[request["sample"]] if request["holder"] else 0
@@ -243,8 +254,9 @@ class Cluster:
     async def hand_out(self, node, role, lease, samples):
         states = Counter(group.state for group in self.iteration.ledger.groups.values())
         self.begun.setdefault(role, states)
-        async with node.sharing.turn(role):
-            await self.passing(node, role, [(s["sample"], s["holder"]) for s in samples])
+        lives = node.lives[role]
+        async with self.turn(node, role):
+            await self.passing(node, role, [(s["sample"], s["holder"]) for s in samples], lives)
             node.work[role].append({"lease": lease, "samples": [s["sample"] for s in samples], "started": False})
             if len(node.work[role]) == 1:
                 self.spawn(self.serve(node, role))

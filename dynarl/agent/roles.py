@@ -162,7 +162,8 @@ class Roles:
 
     async def on_take(self, peer: str, role: str) -> None:
         """Give the devices to a role that has no work here."""
-        async with self.sharing.turn(role):
+        workers = self._agent.processes(self._agent.of_role(role))
+        async with self.sharing.turn(role, lambda: self._agent.check_same(workers)):
             pass
 
     async def _switch(self, role: str) -> None:

@@ -42,9 +42,9 @@ class Sharing:
             pass
 
     @asynccontextmanager
-    async def turn(self, role: str) -> AsyncIterator[None]:
+    async def turn(self, role: str, check: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
         """Around a hand-out to `role`, which has the devices then, and keeps them until it has no work left. Raises
-        CallError where it cannot get them."""
+        CallError where it cannot get them, and what `check` raises when it is its turn."""
         if (lock := self._lock) is None:
             yield
             return
@@ -53,6 +53,7 @@ class Sharing:
             await self._wait_for(turn)
             async with self._switching:
                 if self._lock is lock:
+                    check()
                     await self._switch(role)
             if self._lock is not lock:
                 raise CallError("roles do not take turns at the devices of this node any more")

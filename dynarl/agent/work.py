@@ -6,7 +6,7 @@ import asyncio
 import functools
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Iterable
+from typing import TYPE_CHECKING, Any, AsyncContextManager, Iterable
 
 import msgspec
 import numpy as np
@@ -163,24 +163,29 @@ class Work:
         """Give requests ({sample, holder}) to the rollout workers here. `holders`: node -> address, for partial
         answers.
         """
-        async with self._agent.roles.sharing.turn("rollout"), self._gate.passing("a request"):
+        names = self._agent.of_role("rollout")
+        if not names:
+            raise wire.CallError(f"{self._agent.node} has no rollout worker")
+        workers = self._agent.processes(names)
+        async with self._at_devices("rollout", workers), self._gate.passing("a request"):
             try:
-                await self._submit(requests, split, temperature, seed, max_response_tokens, holders, order)
+                await self._submit(workers, requests, split, temperature, seed, max_response_tokens, holders, order)
             except BaseException:  # they are offered to others now
                 for request in requests:
                     self.requests.pop(request["sample"], None)
                 raise
 
-    async def _submit(self, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
-                      holders: dict[str, str], order: str) -> None:
-        names = self._agent.of_role("rollout")
-        if not names:
-            raise wire.CallError(f"{self._agent.node} has no rollout worker")
-        workers = self._agent.processes(names)
+    def _at_devices(self, role: str, workers: list[WorkerProcess]) -> AsyncContextManager[None]:
+        """Around a hand-out to a role that had these workers when it came. Raises CallError when they died while it
+        waited for the devices."""
+        return self._agent.roles.sharing.turn(role, lambda: self._agent.check_same(workers))
+
+    async def _submit(self, workers: list[WorkerProcess], requests: list[dict], split: str, temperature: float,
+                      seed: int, max_response_tokens: int, holders: dict[str, str], order: str) -> None:
         prompts = await self.verifier.prompts(split, [wire.prompt_of(r["sample"]) for r in requests])
         partial = await self._gather([(r["sample"], r["holder"]) for r in requests if r["holder"]], holders)
         self._agent.check_same(workers)
-        places = self._places(names, [r["sample"] for r in requests])
+        places = self._places([worker.name for worker in workers], [r["sample"] for r in requests])
         batches: dict[str, list[dict]] = defaultdict(list)
         for request in requests:
             sample, prompt = request["sample"], prompts[wire.prompt_of(request["sample"])]
@@ -302,14 +307,13 @@ class Work:
     async def _hand_out(
         self, role: str, method: str, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]
     ) -> None:
-        async with self._agent.roles.sharing.turn(role), self._gate.passing("a lease"):
-            await self._hand_to_workers(role, method, lease, devices, samples, holders)
+        workers = self._agent.processes([self._agent.supervisor.name_of(role, d) for d in devices])
+        async with self._at_devices(role, workers), self._gate.passing("a lease"):
+            await self._hand_to_workers(workers, role, method, lease, samples, holders)
 
-    async def _hand_to_workers(
-        self, role: str, method: str, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]
-    ) -> None:
-        names = [self._agent.supervisor.name_of(role, d) for d in devices]
-        workers = self._agent.processes(names)
+    async def _hand_to_workers(self, workers: list[WorkerProcess], role: str, method: str, lease: int,
+                               samples: list[dict], holders: dict[str, str]) -> None:
+        names = [worker.name for worker in workers]
         found = await self._gather([(s["sample"], s["holder"]) for s in samples], holders)
         self._agent.check_same(workers)
         payload = []

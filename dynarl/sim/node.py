@@ -11,7 +11,7 @@ import asyncio
 import heapq
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, AsyncContextManager, NamedTuple
 
 from dynarl import wire
 from dynarl.agent.sharing import Sharing
@@ -109,13 +109,25 @@ class SimNode:
         if role in self.dead:
             raise wire.CallError(f"{self.name} has no {role} worker")
 
+    def _turn(self, role: str) -> AsyncContextManager[None]:
+        """Around a hand-out, which is refused where a worker dies while it waits for the devices."""
+        lives = self.attempts[role]
+
+        def check() -> None:
+            if role in self.dead or self.attempts[role] != lives:
+                raise wire.CallError(f"{role} on {self.name} died while its work was on the way")
+
+        if role in self.dead:
+            raise wire.CallError(f"{self.name} has no {role} worker")
+        return self.sharing.turn(role, check)
+
     # --- generation
 
     async def on_generate(
         self, requests: list[dict], split: str, temperature: float, seed: int, max_response_tokens: int,
         holders: dict[str, str], order: str,
     ) -> None:
-        async with self.sharing.turn("rollout"):
+        async with self._turn("rollout"):
             self._generate(requests)
 
     def _generate(self, requests: list[dict]) -> None:
@@ -264,11 +276,11 @@ class SimNode:
     # --- scoring and training
 
     async def on_score(self, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]) -> None:
-        async with self.sharing.turn("inference"):
+        async with self._turn("inference"):
             self._take("inference", lease, devices, samples)
 
     async def on_train(self, lease: int, devices: list[int], samples: list[dict], holders: dict[str, str]) -> None:
-        async with self.sharing.turn("training"):
+        async with self._turn("training"):
             self._take("training", lease, devices, samples)
 
     def _take(self, role: str, lease: int, devices: list[int], samples: list[dict]) -> None:

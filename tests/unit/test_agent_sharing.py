@@ -146,3 +146,35 @@ def test_when_roles_take_no_turns_any_more_those_that_wait_are_refused_and_what_
         assert desk.switched == [("inference", "training")]
 
     shared(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("back", [True, False], ids=["and is back", "and is not back"])
+def test_a_hand_out_whose_worker_dies_while_it_waits_does_not_reach_the_next_one(back, tmp_path):
+    """The controller has offered it to others: its gradient would count twice."""
+
+    async def scenario(desk):
+        for role in ("inference", "training"):
+            await desk.start(role, **LOADS)
+        await desk.share()
+        await desk.hand_out("score", 1, "1:0:0")
+        train = desk.hand_out("train", 2, "1:1:0")
+        await asyncio.sleep(0.1)
+        with pytest.raises(CallError):
+            await desk.worker("training", "die")
+        if not back:
+            while "n1-training-0" in desk.agent.supervisor.workers:
+                await asyncio.sleep(0.01)
+            late = desk.hand_out("train", 3, "1:1:0")
+            await asyncio.sleep(0.1)
+        await desk.start("training", **LOADS)
+        scored(desk, 1)
+        with pytest.raises(CallError, match="died while its work was on the way"):
+            await train
+        if not back:
+            with pytest.raises(CallError, match="n1-training-0 not running"):
+                await late
+        assert await desk.calls("training", "train") == [] and desk.switched == []
+        await desk.hand_out("train", 4, "1:1:0")
+        assert [args["lease"] for args in await desk.calls("training", "train")] == [4]
+
+    shared(tmp_path, scenario)
