@@ -153,15 +153,22 @@ class Iteration:
             needed = {*owners, *(group.node for group in batch.groups)}
             return {node: "training" for node in sorted(needed) if self._epochs.roles[node] != "training"}
 
-        def reached() -> bool:
-            return self._is_accumulated(index) and not asleep() and (turns is None or turns.are_settled())
+        if turns is None:
+            await self._until(lambda: self._is_accumulated(index) and not asleep(), batch, asleep)
+            return batch.groups
 
-        if turns is not None:
+        def settled() -> bool:
+            # Lost gradients may take roles that no node is in: not while all hold still.
+            return not self._is_accumulated(index) or (not asleep() and turns.are_settled())
+
+        while True:
             turns.hold_still()
-        await self._until(reached, batch, asleep if turns is None else lambda: turns.only_free(asleep()))
-        if turns is not None and index + 1 == self._config.algorithm.minibatches:
-            await turns.end()
-        return batch.groups
+            await self._until(settled, batch, lambda: turns.only_free(asleep()))
+            if index + 1 == self._config.algorithm.minibatches:
+                await turns.end()
+            if self._is_accumulated(index):
+                return batch.groups
+            await self.accumulate(index)
 
     def _is_accumulated(self, index: int) -> bool:
         batch = self._minibatches[index]

@@ -190,6 +190,29 @@ def test_nobody_switches_while_the_weights_change(seed, tmp_path):
     run(homes(2, 1, 1), policy, seed, tmp_path, minibatches=8, membership="completion", groups=32, size=2, slow=("n1", "n3"), longest=60)
 
 
+@pytest.mark.parametrize("home, seed", [(homes(2, 1, 1), 2), (homes(2, 1, 1), 13), (homes(3, 0, 2), 1), (homes(3, 0, 2), 8)])
+def test_gradients_that_are_lost_while_all_hold_still_for_the_step_are_made_again(home, seed, monkeypatch, tmp_path):
+    """By whoever is free: those that had made them may be given work of another role by then."""
+    awake = Iteration.awake
+
+    async def die(cluster):
+        await asyncio.sleep(0.03)
+        for node in cluster.agents.values():
+            if node.buffer and "training" not in node.dead:
+                cluster.kill(node, "training")
+
+    async def awake_with_deaths(self, index, owners):
+        deaths = asyncio.ensure_future(die(self._fleet))
+        try:
+            return await awake(self, index, owners)
+        finally:
+            deaths.cancel()
+
+    monkeypatch.setattr(Iteration, "awake", awake_with_deaths)
+    policy, slow = Policy(name="colocated", switching="node", dwell_s=0.0, rebalance=False), [n for n, r in home.items() if r == "training"]
+    run(home, policy, seed, tmp_path, minibatches=4, membership="completion", groups=32, size=2, slow=slow, longest=60)
+
+
 @pytest.fixture
 def often(monkeypatch):
     """Rebalancing and measurements in the time scale of the pretended cluster."""
