@@ -101,9 +101,12 @@ def in_turn(view: View) -> dict[str, str]:
 
 
 def _return_to_inference(view: View) -> dict[str, str]:
-    """One node back where a fault has left groups to score after inference had left."""
+    """One node where a fault has left groups to score and no node that scores: inference had left, or the node that was
+    to take it could not. A rollout node with nothing to do comes first."""
     roles = view.roles.values()
     if not view.to_score or "inference" in roles or "training" not in roles:
         return {}
-    able = sorted(node for node, role in view.roles.items() if role == "training" and "inference" in view.may[node])
+    idle = {n for n, r in view.roles.items() if r == "rollout" and not view.waiting + view.running.get(n, 0)}
+    free = sorted((role == "training", node) for node, role in view.roles.items() if role == "training" or node in idle)
+    able = [node for _, node in free if "inference" in view.may[node]]
     return dict.fromkeys(able[:1], "inference")

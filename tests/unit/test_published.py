@@ -110,6 +110,18 @@ def test_after_a_fault_one_node_goes_back_to_what_is_left():
     assert list(in_turn(seen).values()) == ["rollout"]
 
 
+def test_a_rollout_node_with_nothing_to_do_scores_where_no_other_can():
+    """The node that was to go home to inference was down then."""
+    home = homes(2, 1, 1)
+    may = capabilities(POLICY, home)
+    roles = home | {"n03": "rollout"}
+    assert "inference" not in may["n00"]
+    seen = View(roles, may, {"n01": 1, "n02": 0, "n03": 0}, generating=1, to_score=3)
+    assert Boundaries(POLICY, home).decide(seen) == {"n02": "inference"}
+    assert Boundaries(POLICY, home).decide(replace(seen, running=dict.fromkeys(seen.running, 1))) == {}
+    assert Boundaries(POLICY, home).decide(replace(seen, waiting=1)) == {}
+
+
 def test_in_turn_all_generate_then_all_score_then_all_train():
     policy = Policy(name="in_turn")
     roles, may = start_roles(policy, HOME), capabilities(policy, HOME)
