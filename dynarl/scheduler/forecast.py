@@ -100,6 +100,7 @@ def generation(
         x = points(furthest, CELLS)
         remains = survival.remains(kinds, x)
         live = counts @ remains
+        live[-1] = 0.0
         work = 0.5 * (live[1:] + live[:-1]) * np.diff(x)
         held = counts @ (remains * (written_per_sampled * (kinds[:, None] + x) + prompt_tokens)) / np.maximum(live, 1e-9)
         peak = float((held * live).max())
@@ -112,7 +113,6 @@ def generation(
         peak = float(
             (counts @ (remains * (written_per_sampled * (kinds[:, None] + together) + prompt_tokens))).max()
         )
-    live[-1] = 0.0
     groups = float(sum(live_members.values()))
     ended = 1.0 - live / total
     if group_delay is None:
@@ -156,9 +156,11 @@ def _in_order(
     end = float(np.trapezoid(-np.expm1(-np.minimum(live, 50.0)), dx=width))
     done = np.concatenate([[0.0], np.cumsum(0.5 * (run[1:] + run[:-1]) * width)])
     at = points(end, CELLS)
+    left = np.interp(at, x, live)
+    left[-1] = 0.0
     return (
         at,
-        np.interp(at, x, live),
+        left,
         np.diff(np.interp(at, x, done)),
         np.interp(at, x, held / np.maximum(run, 1e-9)),
     )
@@ -243,7 +245,9 @@ def _generate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rollout nodes in each cell, and the times at which cells end (beginning with 0)."""
     (a, c, k), made = problem.step, problem.generation
-    live, held = (0.5 * (of[1:] + of[:-1]) for of in (made.live, made.held))
+    steps = np.diff(made.x)
+    held = 0.5 * (made.held[1:] + made.held[:-1])
+    live = np.maximum(0.5 * (made.live[1:] + made.live[:-1]), made.work / np.maximum(steps, NO_NODES))
     most = np.clip(problem.kv_tokens / np.maximum(held, 1.0), 1.0, problem.max_running)
 
     later = np.arange(len(live))[None, :] >= cell[:, None]
@@ -251,9 +255,7 @@ def _generate(
     # Requests change nodes, so all nodes have about as many.
     each = np.minimum(live / generators, most)
     running = np.maximum(each, 1.0)
-    steps = made.work / np.maximum(each * generators, NO_NODES)
-    # Where less than one is left there is no more work than steps.
-    steps = np.where(live < 1.0, np.maximum(steps, np.diff(made.x)), steps)
+    steps = np.maximum(made.work / np.maximum(each * generators, NO_NODES), np.where(live < 1.0, steps, 0.0))
     spans = steps * (a + running * (c + k * held))
     return generators, np.concatenate([np.zeros((len(rollout), 1)), np.cumsum(spans, axis=1)], axis=1)
 
