@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from dynarl.bench.roles_summary import BY_ARRIVAL, STATIC, Measurements, finalists
+from dynarl.bench.roles_summary import BY_ARRIVAL, STATIC, Measurements, cannot_win, finalists, rollout_nodes
 from dynarl.config.schema import Policy
 from dynarl.controller.__main__ import main
 from dynarl.controller.iteration import Iteration
@@ -81,7 +81,13 @@ class RolesBench(Job):
         for round_ in range(ROUNDS):
             names = list(candidates) if round_ == 0 else finalists(rounds)
             random.Random(round_).shuffle(names)
+            if round_ == 0:  # most rollout nodes first, so that those with too few are known
+                names.sort(key=rollout_nodes, reverse=True)
             for name in names:
+                if round_ == 0 and cannot_win(name, rounds):
+                    del rounds[name]
+                    log.info("%s is not measured: with more rollout nodes answers alone took longer than another split", name)
+                    continue
                 rounds[name].append(found := await self.measure(candidates[name]))
                 seconds, rate = found["seconds"], found["tokens_per_s"]
                 log.info("round %d, %s: %.2f s, %.0f tokens/s", round_ + 1, name, seconds, rate)

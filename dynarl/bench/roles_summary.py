@@ -12,6 +12,29 @@ STATIC, BY_ARRIVAL = "static ", " by arrival"
 Measurements = dict[str, list[dict[str, float]]]  # candidate -> one for each round
 
 
+def rollout_nodes(name: str) -> int:
+    """
+    >>> rollout_nodes("static 5:1:2"), rollout_nodes("adaptive")
+    (5, 0)
+    """
+    return int(name.removeprefix(STATIC).partition(":")[0]) if name.startswith(STATIC) else 0
+
+
+def cannot_win(name: str, results: Measurements) -> bool:
+    """Whether a static split cannot be the fastest: to generate took longer with more nodes than another split took for
+    everything.
+
+    >>> done = {"static 6:1:1": [{"generate_s": 3.0, "seconds": 4.0}], "static 2:3:3": [{"generate_s": 5.0, "seconds": 6.0}]}
+    >>> cannot_win("static 1:3:4", done), cannot_win("static 3:2:3", done), cannot_win("adaptive", done)
+    (True, False, False)
+    """
+    nodes, measured = rollout_nodes(name), {other: each[0] for other, each in results.items() if rollout_nodes(other) and each}
+    best_s = min((each["seconds"] for each in measured.values()), default=0.0)
+    return bool(nodes) and any(
+        rollout_nodes(other) > nodes and each["generate_s"] > best_s for other, each in measured.items()
+    )
+
+
 def finalists(results: Measurements) -> list[str]:
     """The candidates of the later rounds: the fastest static splits of the first, and all that are not static."""
     static = sorted((n for n in results if n.startswith(STATIC)), key=lambda n: results[n][0]["seconds"])
