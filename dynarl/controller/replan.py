@@ -70,7 +70,7 @@ class Replanner:
             "planned_s": dict(self._watch.planned),
             "measured_s": {stage: round(seconds, 4) for stage, seconds in measured.items()},
             "off": {stage: round(share, 3) for stage, share in off.items()},
-            "nodes": self._nodes(),
+            "split": self._nodes(),
             "window": self._config.window,
         }
         try:

@@ -17,8 +17,8 @@ when it came, it is passed over at most MOST_PASSES + W times; and after MOST_WA
 2
 >>> desk.draw([first, second], cached=[0, 40], now=3.0)  # 40 tokens of its prompt are there
 1
->>> late = [desk.ticket(1, now=99.0), first]
->>> desk.draw(late, cached=[100, 0], now=99.0)  # overdue
+>>> late = [desk.ticket(1, now=999.0), first]
+>>> desk.draw(late, cached=[100, 0], now=999.0)  # overdue
 1
 """
 

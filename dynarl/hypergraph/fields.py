@@ -83,6 +83,7 @@ class Fields(msgspec.Struct):
     number: int = 0
     path: str | None = None
     pause_ms: float | None = None
+    proposed: dict[str, int] | None = None
     phases: dict[str, float] | None = None
     rank: int | None = None
     reason: str | None = None
@@ -92,6 +93,7 @@ class Fields(msgspec.Struct):
     samples: list[str] | None = None
     seen: dict[str, float | None] | None = None
     size: int | None = None
+    split: dict[str, int] | None = None
     stages: dict[str, float] | None = None
     state: str = ""
     status: str | int | None = None

@@ -88,14 +88,14 @@ def split_text(replanned: Record) -> str:
     """What a plan made while the job ran changes about the split.
 
     >>> before, after = {"rollout": 1, "training": 3}, {"rollout": 3, "training": 1}
-    >>> split_text({"nodes": before, "proposed": after, "state": "committed"})
+    >>> split_text({"split": before, "proposed": after, "state": "committed"})
     'rollout on 3 nodes (was 1), training on 1 (was 3)'
-    >>> split_text({"nodes": {"rollout": 1}, "state": "kept"})
+    >>> split_text({"split": {"rollout": 1}, "state": "kept"})
     'the split stays'
     """
     if replanned["state"] != "committed":
         return "the split stays"
-    before, after = replanned["nodes"], replanned["proposed"]
+    before, after = replanned["split"], replanned["proposed"]
     parts = [f"{role} on {after[role]} (was {before[role]})" for role in after if after[role] != before[role]]
     return ", ".join(parts).replace(" (", " nodes (", 1)
 
