@@ -30,12 +30,12 @@ LEAST_SHARE = 0.02
 # Before the first move: what one takes on idle CPUs. Before the first error: no reason for trust.
 DEFAULT_PAUSE_S, DEFAULT_ERROR = 0.3, 0.25
 # What is guessed before (half of a step fixed, half by requests) counts as so many observations.
-PRIOR_WEIGHT = 0.02
+PRIOR_WEIGHT = 1e-3
 # Loads are told apart, by half octaves of running requests, since a fit to one load alone does not say what is fixed.
 # Weight of what was seen at a load after each further observation there, and elsewhere.
-FORGET_LOAD, FORGET_OTHERS = 0.9, 0.998
-# Another choice of parts must explain more of what was seen, by this share: three hundredths less error.
-SAME_FIT = 1e-3
+FORGET_LOAD, FORGET_OTHERS = 0.94, 0.998
+# Another choice of parts must explain more of what was seen, by this share: a hundredth less error.
+SAME_FIT = 1e-4
 # Steps after which the fit is made again though nobody has asked: predictions are held against an older one until then.
 REFIT_AFTER = 16
 # Complete groups from which on an iteration says by itself how late they are.

@@ -286,3 +286,12 @@ def test_moves_go_to_where_there_is_room(asked, machines, move_s):
         number[move.source] -= 1
         number[move.target] += 1
     assert all(0 <= number[i.name] <= i.max_running for i in instances)
+
+
+def test_all_on_the_receiving_instance_wait_for_the_prefill():
+    """A request with a long prefix moves to an idle instance, but not among several that would stand still for it."""
+    def moves(there: int) -> list:
+        busy = group(0, 16, prefix=100.0, remaining=100)
+        return rebalance([seconds("n1", busy), seconds("n2", group(1, there, remaining=100))], move_s=0.0, most=1)
+
+    assert moves(0) and not moves(12)

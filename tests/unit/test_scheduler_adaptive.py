@@ -452,3 +452,26 @@ def test_it_is_faster_than_the_other_policies_on_paper():
     found = iteration_quality(3)
     assert found["adaptive_s"] < 1.02 * min(found["threshold_s"], found["colocated_s"])
     assert found["bound_s"] <= found["clairvoyant_s"] and found["adaptive_s"] < 1.1 * found["clairvoyant_s"]
+
+
+# --- nodes that the next optimizer step needs
+
+
+def test_nodes_that_the_next_step_needs_leave_generation_first_and_for_its_component():
+    bound = frozenset({"n03", "n05"})
+    moves = Pool(seen(6, live=60, to_train=9, bound=bound)).pick({("rollout", "training"): 2})
+    assert moves.keys() == bound
+    moves = Pool(seen(6, live=60, to_score=9, bound=bound)).pick({("rollout", "inference"): 4})
+    assert not moves.keys() & bound
+
+
+def test_nodes_that_the_next_step_needs_do_not_return_to_generation():
+    situation = seen(1, 0, 5, live=600, bound=frozenset(f"n{i:02}" for i in range(1, 6)))
+    assert "rollout" not in ask(situation).moves.values()
+    free_to_return = ask(seen(1, 0, 5, live=600))
+    assert "rollout" in free_to_return.moves.values()
+
+
+def test_nodes_that_the_next_step_needs_return_where_nobody_else_generates():
+    situation = seen(0, 0, 3, bound=frozenset(("n00", "n01", "n02")), waiting=4, lengths=[0] * 4, live_members={4: 1})
+    assert list(ask(situation).moves.values()) == ["rollout"]

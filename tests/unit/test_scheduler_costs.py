@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from dynarl.scheduler.costs import DEFAULT_ERROR, DEFAULT_PAUSE_S, Costs, Errors, MoveCost, StepTime, WorkRate
+from dynarl.scheduler.costs import DEFAULT_ERROR, DEFAULT_PAUSE_S, Costs, Errors, GroupDelay, MoveCost, StepTime, WorkRate
 from dynarl.scheduler.telemetry import Instance, summarize
 
 
@@ -103,3 +103,43 @@ def test_a_node_with_little_to_do_is_no_straggler():
     }
     model = {"n1": 160.0, "n2": 50.0, "n3": 160.0}
     assert summarize("rollout", nodes, expected_rate=model).behind == pytest.approx(1.0)
+
+
+def test_what_requests_hold_is_told_from_their_number():
+    model, source = StepTime(), random.Random(1)
+    for _ in range(300):
+        running = source.choice((4, 32, 128))
+        held = running * source.randint(100, 20_000)
+        model.observe(running, 0.005 + 8e-5 * running + 1e-8 * held, held)
+    assert model.parts == pytest.approx((0.005, 8e-5, 1e-8), rel=0.05)
+
+
+def test_what_was_seen_at_few_requests_is_not_forgotten_while_there_are_many():
+    model = StepTime()
+    for running in [1, 4, 16] * 10 + [256] * 400:
+        model.observe(running, 0.004 + 1e-4 * running)
+    assert model.seconds(2) == pytest.approx(0.0042, rel=0.1)
+
+
+def test_groups_are_late_by_the_number_of_members_that_end_independently():
+    def delay(alike: bool) -> float:
+        found, source, groups, size = GroupDelay(200, 8), random.Random(2), range(200), 8
+        shared = [source.random() for _ in groups]
+        ends = sorted((shared[g] if alike else source.random(), g) for g in groups for _ in range(size))
+        for _, group in ends:
+            found.finished(str(group))
+        found.next_iteration()
+        return found.estimate
+
+    assert delay(alike=True) == pytest.approx(1.0, abs=0.05) and delay(alike=False) == pytest.approx(8.0, rel=0.1)
+
+
+def test_how_late_groups_are_is_that_of_the_iteration_before_until_enough_are_complete():
+    delay = GroupDelay(100, 2)
+    assert delay.estimate is None
+    for group in range(100):
+        delay.finished(str(group)), delay.finished(str(group))
+    found = delay.estimate
+    delay.next_iteration()
+    delay.finished("1")
+    assert delay.estimate == found

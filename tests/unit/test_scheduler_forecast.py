@@ -1,5 +1,6 @@
 """The forecast against iterations played out on paper, and against what can be worked out by hand."""
 
+import heapq
 import random
 
 import numpy as np
@@ -130,3 +131,35 @@ def test_the_kv_memory_is_that_of_the_fullest_moment_to_come():
     made = generation(SURVIVAL, [0] * 64, {8: 8}, 0.0, prompt_tokens=50.0)
     assert made.peak_kv_tokens > 64 * 50 and made.peak_kv_tokens < 64 * (50 + 768)
     assert made.live[0] == 64 and made.live[-1] == 0 and made.complete[0] == 0 and made.complete[-1] == pytest.approx(1)
+
+
+def test_requests_that_wait_begin_as_others_end():
+    """Against the same number of slots filled by hand: when the last ends, and what is decoded."""
+    made = generation(SURVIVAL, [0] * 400, {8: 50}, 0.0, slots=100)
+    lasts, totals = [], []
+    for seed in range(20):
+        free = [0] * 100
+        for length in drawn(400, seed):
+            heapq.heapreplace(free, free[0] + length)
+        lasts.append(max(free)), totals.append(sum(drawn(400, seed)))
+    assert made.x[-1] == pytest.approx(np.mean(lasts), rel=0.1)
+    assert made.work.sum() == pytest.approx(np.mean(totals), rel=0.1)
+    assert made.live[0] == 400 and made.live[-1] == 0 and (np.diff(made.live) <= 1e-9).all()
+
+
+def test_groups_are_complete_sooner_where_their_members_are_alike():
+    def complete(**options) -> np.ndarray:
+        return generation(SURVIVAL, [0] * 400, {8: 50}, 0.0, slots=100, **options).complete
+
+    alike, independent = complete(group_delay=1.2), complete()
+    assert (alike >= independent - 1e-9).all() and alike[10] > independent[10] + 0.05
+    begun = generation(SURVIVAL, [50] * 80, {8: 10}, 0.0, group_delay=1.2, finished_share=0.8).complete
+    assert begun[0] == 0 and begun[-1] == pytest.approx(1)
+
+
+def test_steps_take_longer_the_more_tokens_are_held_and_fewer_run_where_memory_is_short():
+    made = generation(SURVIVAL, [0] * 64, {8: 8}, 0.0)
+    stages = (Stage(0.0), Stage(0.0))
+    short, long = (ends(Problem(made, stages, (0.01, 0.001, k), 64, 0.0), (2, 0, 0))[0] for k in (0.0, 1e-5))
+    tight = ends(Problem(made, stages, (0.01, 0.001, 0.0), 64, 0.0, kv_tokens=500.0), (2, 0, 0))[0]
+    assert long > 1.1 * short and tight > 1.1 * short

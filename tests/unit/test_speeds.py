@@ -59,3 +59,12 @@ def test_idle_times_new_engines_and_wild_readings_do_no_harm():
     fixed, each = speeds.of("n1")
     line = speeds.of("never seen")
     assert fixed + each <= 2**MOST_OCTAVES * sum(line) + 1e-9
+
+
+def test_a_reading_in_which_moved_requests_were_prefilled_says_nothing():
+    speeds = Speeds()
+    now = engine(speeds, "n1", 0.01, 0.001, [8, 16])
+    before = speeds.of("n1")
+    for second in range(1, 20):  # ten times as slow, and far more was prefilled than decoded
+        speeds.note("n1", now + second, 100_000 + 80 * second, 8, 1000 * second)
+    assert speeds.of("n1") == before
