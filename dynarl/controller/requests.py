@@ -141,3 +141,5 @@ class Requests:
                     self.router.handed_out(target, [sample], clock())
                     self._send(target, [sample])
                     self.num_moved += 1
+        # Now: no event says that some wait whose target has left, or whose worker has died meanwhile.
+        self.hand_out(rebalance=False)

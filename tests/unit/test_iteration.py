@@ -413,7 +413,7 @@ def test_what_a_node_has_given_up_is_known_before_its_death_is_settled(how, tmp_
 
         if how == "for another node":
             cluster.call = dies_with_the_answer
-            iteration._down.add(("n2", "rollout"))
+            iteration._down |= {("n1", "rollout"), ("n2", "rollout")}
             await iteration.requests._relocate("n1", {"1:0:0": "n2"})
         else:
             async def change(moves, weights, reason, on_quiesced, live):
@@ -424,6 +424,20 @@ def test_what_a_node_has_given_up_is_known_before_its_death_is_settled(how, tmp_
             iteration._epochs.change = change
             await iteration._move({"n1": "training"})
         assert dict(iteration.ledger.dispatch("n2", iteration.ledger.waiting())) == {"1:0:0": "n1", "1:0:1": "n1"}
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(scenario())
+
+
+def test_a_request_whose_target_has_left_while_it_was_given_up_goes_elsewhere_at_once(tmp_path):
+    async def scenario():
+        iteration, cluster = bare(homes(3, 0, 1), ["1:0:0"], tmp_path)
+        iteration.ledger.dispatch("n1", ["1:0:0"])
+        cluster.agents["n1"].requests["1:0:0"] = [4]
+        iteration._leaving |= {"n1", "n2"}
+        await iteration.requests._relocate("n1", {"1:0:0": "n2"})
+        assert iteration.ledger.running == {"1:0:0": "n3"}
+        await asyncio.gather(*iteration._tasks)
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(scenario())
