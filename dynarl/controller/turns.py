@@ -16,6 +16,10 @@ from dynarl.controller.leases import Leases
 from dynarl.dataflow.ledger import Ledger
 from dynarl.wire import CallError
 
+# An agent that has not ended its turns by then, a switch under way included, is not waited for: it may be on a lost node,
+# and the step is started again only when whoever waits here has ended.
+END_S = 20.0
+
 
 class Turns:
     """given: role that each node is given work of; num_changes: of what `take_work` answers, those of the map of roles
@@ -35,9 +39,9 @@ class Turns:
 
     async def end(self) -> None:
         """No node switches by itself any more, also where its agent is not there to be told."""
-        calls = (self._fleet.call(node, "unshare") for node in self.given)
+        calls = (self._fleet.call(node, "unshare", timeout_s=END_S) for node in self.given)
         for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, CallError):
+            if isinstance(answer, BaseException) and not isinstance(answer, (CallError, TimeoutError)):
                 raise answer
 
     def hold_still(self) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynarl.controller import turns as turns_module
 from dynarl.controller.epochs import Weights
 from dynarl.controller.replicas import Replica
 from dynarl.controller.turns import Turns
@@ -16,9 +17,12 @@ class Fleet:
     def __init__(self):
         self.calls, self.answers = [], {}
 
-    async def call(self, node, method, /, **args):
+    async def call(self, node, method, /, timeout_s=None, **args):
         self.calls.append((node, method, args))
-        if isinstance(answer := self.answers.get(method), Exception):
+        if (answer := self.answers.get(method)) == "silence":
+            async with asyncio.timeout(timeout_s):
+                await asyncio.Event().wait()
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -71,3 +75,16 @@ def test_the_end_is_told_to_everybody_also_where_an_agent_is_gone():
     made._fleet.answers["unshare"] = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
         asyncio.run(made.end())
+
+
+def test_the_end_does_not_wait_for_an_agent_that_is_silent_for_ever(monkeypatch):
+    """Its node is lost; who ends the turns is about to start the step again."""
+    monkeypatch.setattr(turns_module, "END_S", 0.01)
+    made, *_ = turns(n1="rollout", n2="rollout")
+    made._fleet.answers["unshare"] = "silence"
+
+    async def end():
+        async with asyncio.timeout(2):
+            await made.end()
+
+    asyncio.run(end())
