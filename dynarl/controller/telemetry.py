@@ -33,6 +33,8 @@ from dynarl.scheduler.telemetry import Instance, figures_interval_s, summarize
 DECISION_SHARE = 0.005
 # The same where a component has work for more or fewer of its nodes than at the last look.
 URGENT_SHARE = 0.05
+# Nor does it matter, before so much of what is left of the iteration has passed.
+REST_SHARE = 0.004
 LOOK_S = 0.1
 # A node whose rate at its load is so many times below the median is named as slow.
 SLOW = 2.0
@@ -217,7 +219,9 @@ class Monitor:
         seen = self.situation(ledger, roles, may, wanted, needs_scoring, units, bound())
         decision = adaptive.decide(policy, seen, self.lengths.survival(seen.lengths), self.costs, since_move_s)
         seconds = self.stopwatch() - began
-        self.look_at, self._urgent_at = now + max(LOOK_S, seconds / DECISION_SHARE), now + seconds / URGENT_SHARE
+        self.look_at = now + max(LOOK_S, seconds / DECISION_SHARE)
+        rest_s = decision.finish_s if math.isfinite(decision.finish_s) else 0.0
+        self._urgent_at = now + max(seconds / URGENT_SHARE, rest_s * REST_SHARE)
         self._state, self._needed = state, needed
         self._record(decision, now, seconds, seen)
         return decision.moves
