@@ -244,7 +244,8 @@ def _choose(
     best_s = _with_later(problem, situation, pool, [plans[i] for i in looked_at], alone[looked_at])
     stay_s = float(best_s[0])
     # To generate again must gain by itself, not by what else moves along.
-    returns = np.array([any(giver and taker == situation.generator for giver, taker in plans[i].flows) for i in looked_at])
+    generator = situation.generator
+    returns = np.array([any(giver and taker == generator for giver, taker in plans[i].flows) for i in looked_at])
     gains = np.where(returns, alone[looked_at][~returns].min(), alone[0]) - alone[looked_at]
     noise_s = NOISE_SHARE * max(error, LEAST_ERROR) * min(alone[0], FAR_S)
     worth = np.array(
