@@ -95,3 +95,8 @@ def test_writing_metrics_loads_no_tensor_library(run):
     )
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_the_trace_is_for_its_owner_only(run):
+    MetricsWriter(run).trace(b"{}\n")
+    assert rundir.trace(run).stat().st_mode & 0o777 == 0o600 and rundir.trace(run).read_bytes() == b"{}\n"
