@@ -16,8 +16,8 @@ from dynarl.controller.leases import Leases
 from dynarl.dataflow.ledger import Ledger
 from dynarl.wire import CallError
 
-# An agent that has not ended its turns by then, a switch under way included, is not waited for: it may be on a lost node,
-# and the step is started again only when whoever waits here has ended.
+# An agent that has not ended its turns by then, a switch under way included, is not waited for: it may be on a lost
+# node, and the step is started again only when whoever waits here has ended.
 END_S = 20.0
 
 
