@@ -14,7 +14,7 @@ from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow.ledger import Group, Ledger
 
 # Leases that a worker holds: one that it works on, one that waits, so that it never waits for the network. The second
-# only as long as there is a group for every replica: of the last ones nobody should have two while others have none.
+# only while more groups than replicas wait: of the last ones none should wait at one replica while another has nothing.
 PER_REPLICA = 2
 METHODS = {"inference": "score", "training": "train"}
 
@@ -52,12 +52,14 @@ class Leases:
         at_work_now = sorted(replica for replicas in slots.values() for replica in replicas) if among is not None else []
         room = _room(among, at_work_now) if among is not None else None
         num_replicas = sum(map(len, slots.values()))
-        groups = list(itertools.islice(groups, PER_REPLICA * num_replicas)) if among is None else groups
-        # Where there are few groups none waits behind another while a replica is about to be free.
-        most = PER_REPLICA if among is not None or len(groups) >= num_replicas else 1
-        for group in groups:
+        # More are not given out now, nor does it matter how many more there are.
+        offered = list(itertools.islice(groups, (PER_REPLICA + 1) * num_replicas)) if room is None else list(groups)
+        for index, group in enumerate(offered):
             if room is None:
-                replica = next((replica for held in range(most) for replica in slots[held]), None)
+                replica = next((replica for held in range(PER_REPLICA) for replica in slots[held]), None)
+                # Of the last groups none waits behind another while a replica is about to be free.
+                few = len(offered) - index <= num_replicas
+                replica = None if few and replica is not None and self._held[role][replica] else replica
             else:
                 replica = max(room, key=room.__getitem__, default=None)
                 replica = replica if replica is not None and room[replica] > 0 else None
