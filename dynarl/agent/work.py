@@ -6,7 +6,8 @@ import asyncio
 import functools
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, AsyncContextManager, Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Iterable
 
 import msgspec
 import numpy as np
@@ -175,7 +176,7 @@ class Work:
                     self.requests.pop(request["sample"], None)
                 raise
 
-    def _at_devices(self, role: str, workers: list[WorkerProcess]) -> AsyncContextManager[None]:
+    def _at_devices(self, role: str, workers: list[WorkerProcess]) -> AbstractAsyncContextManager[None]:
         """Around a hand-out to a role that had these workers when it came. Raises CallError when they died while it
         waited for the devices."""
         return self._agent.roles.sharing.turn(role, lambda: self._agent.check_same(workers))

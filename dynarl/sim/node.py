@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter, defaultdict, deque
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, AsyncContextManager, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynarl import wire
 from dynarl.agent.sharing import Sharing
@@ -109,7 +110,7 @@ class SimNode:
         if role in self.dead:
             raise wire.CallError(f"{self.name} has no {role} worker")
 
-    def _turn(self, role: str) -> AsyncContextManager[None]:
+    def _turn(self, role: str) -> AbstractAsyncContextManager[None]:
         """Around a hand-out, which is refused where a worker dies while it waits for the devices."""
         lives = self.attempts[role]
 
