@@ -18,6 +18,9 @@ LEAST_SLOPE = 0.1
 # Time in which a reading loses half of its weight in the line: its range of loads is that of an iteration, not of a
 # moment. Readings of one instance that its factor is the median of.
 HALF_LIFE_S, KEPT_STEPS = 60.0, 9
+# An instance counts as any other with fewer readings than this, or with none for so long: one that was measured in a bad
+# moment gets nothing to do, and so would never be measured again.
+LEAST_STEPS, KEPT_S = 3, 20.0
 # How far an instance is taken to be from the line at most, and the steps in which that is counted.
 MOST_OCTAVES, STEPS_PER_OCTAVE = 4.0, 4
 
@@ -26,7 +29,7 @@ class Speeds:
     """Decode speed of every instance: `fixed_s + per_request_s * b` seconds per step of b requests.
 
     The line is fitted over all instances, since they run the same model; an instance differs from it by one factor, the
-    median of its last steps over the line's, rounded so that equal machines count as equal.
+    median of its last steps over the line's, rounded so that equal machines count as equal, and forgotten in time.
 
     >>> speeds = Speeds()
     >>> for second in range(9):  # 4 requests take 0.5 s per step on one instance and 1 s on the other
@@ -39,7 +42,7 @@ class Speeds:
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, int, int, int]] = {}  # instance -> (time, tokens, running, prefilled)
-        self._steps: dict[str, deque[tuple[float, float]]] = {}  # instance -> (b, seconds per step)
+        self._steps: dict[str, deque[tuple[float, float, float]]] = {}  # instance -> (time, b, seconds per step)
         self._sums = [0.0] * 5  # of 1, b, t, b * b, b * t
         self._summed_at = 0.0
 
@@ -57,7 +60,7 @@ class Speeds:
         if prefilled - prefilled_before > made:  # requests have moved there: they will not in every step
             return
         step_s = (now - before) * b / made
-        self._steps.setdefault(instance, deque(maxlen=KEPT_STEPS)).append((b, step_s))
+        self._steps.setdefault(instance, deque(maxlen=KEPT_STEPS)).append((now, b, step_s))
         kept = 0.5 ** ((now - self._summed_at) / HALF_LIFE_S)
         self._sums = [kept * old + new for old, new in zip(self._sums, (1.0, b, step_s, b * b, b * step_s))]
         self._summed_at = now
@@ -66,9 +69,11 @@ class Speeds:
         return self._sums[0] > 0
 
     def of(self, instance: str) -> tuple[float, float]:
-        """(fixed_s, per_request_s); the line's for an instance that was not measured, 1 and 1 while there is none."""
+        """(fixed_s, per_request_s); the line's for an instance that was hardly measured, 1 and 1 while there is none."""
         fixed, each = self._line()
-        ratio = statistics.median(t / (fixed + each * b) for b, t in self._steps.get(instance, [(1.0, fixed + each)]))
+        since = self._summed_at - KEPT_S
+        ratios = [t / (fixed + each * b) for at, b, t in self._steps.get(instance, ()) if at >= since]
+        ratio = statistics.median(ratios) if len(ratios) >= LEAST_STEPS else 1.0
         octaves = max(-MOST_OCTAVES, min(math.log2(ratio), MOST_OCTAVES))
         factor = 2.0 ** (round(octaves * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)
         return fixed * factor, each * factor

@@ -140,7 +140,11 @@ def for_other_interpreter(
 
 def identity(role: str, device: int) -> dict[str, str]:
     """What a worker is told about itself."""
-    return {"DYNARL_ROLE": role, "DYNARL_DEVICE": str(device), "PYTHONUNBUFFERED": "1"}
+    own = {"DYNARL_ROLE": role, "DYNARL_DEVICE": str(device), "PYTHONUNBUFFERED": "1"}
+    if role == "training":
+        # Huge pages for large tensors: without them a neighbour reads state (transport.memory) half as fast.
+        own["THP_MEM_ALLOC_ENABLE"] = "1"
+    return own
 
 
 def model_settings(interface: str | None) -> dict[str, str]:
@@ -148,8 +152,6 @@ def model_settings(interface: str | None) -> dict[str, str]:
     settings = {
         "OMP_NUM_THREADS": "1",  # several workers share the cores of a node
         "TORCHDYNAMO_DISABLE": "1",
-        # Huge pages for large tensors: without them a neighbour reads state (transport.memory) half as fast.
-        "THP_MEM_ALLOC_ENABLE": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # otherwise the order may differ from nvidia-smi's, and between processes
     }
     if interface:
