@@ -7,7 +7,6 @@ import pytest
 from dynarl import wire
 from dynarl.config.schema import Algorithm, Cluster, Config, Rollout
 from dynarl.controller.router import Router
-from dynarl.dataflow.speeds import Speeds
 from dynarl.dataflow.ledger import Ledger
 from dynarl.scheduler.survival import Lengths
 
@@ -141,24 +140,3 @@ def test_tokens_that_tools_wrote_are_prefix_but_no_progress_of_an_answer():
     plain, tools = (router._request(sample, 50, "n1") for sample in (first, second))
     assert plain.prefix == tools.prefix and tools.remaining == router._request(first, 10, "n1").remaining
     assert plain.remaining != tools.remaining
-
-
-def test_an_instance_that_was_slow_in_a_bad_moment_is_given_work_again():
-    """It would get nothing for being slow, hence never be measured again, and stay slow for ever."""
-    speeds = Speeds()
-    for second in range(9):
-        speeds.note("quick", second, 8 * second, 4)
-        speeds.note("slow then", second, second, 4)
-    assert speeds.of("slow then")[0] > 3 * speeds.of("quick")[0]
-    for second in range(9, 40):
-        speeds.note("quick", second, 8 * second, 4)
-    assert speeds.of("slow then") == speeds.of("quick")
-
-
-def test_one_reading_does_not_make_an_instance_slow():
-    speeds = Speeds()
-    for second in range(9):
-        speeds.note("quick", second, 8 * second, 4)
-    speeds.note("new", 8, 0, 4)
-    speeds.note("new", 9, 1, 4)
-    assert speeds.of("new") == speeds.of("quick")

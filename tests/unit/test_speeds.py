@@ -68,3 +68,24 @@ def test_a_reading_in_which_moved_requests_were_prefilled_says_nothing():
     for second in range(1, 20):  # ten times as slow, and far more was prefilled than decoded
         speeds.note("n1", now + second, 100_000 + 80 * second, 8, 1000 * second)
     assert speeds.of("n1") == before
+
+
+def test_an_instance_that_was_slow_in_a_bad_moment_is_given_work_again():
+    """It would get nothing for being slow, hence never be measured again, and stay slow for ever."""
+    speeds = Speeds()
+    for second in range(9):
+        speeds.note("quick", second, 8 * second, 4)
+        speeds.note("slow then", second, second, 4)
+    assert speeds.of("slow then")[0] > 3 * speeds.of("quick")[0]
+    for second in range(9, 40):
+        speeds.note("quick", second, 8 * second, 4)
+    assert speeds.of("slow then") == speeds.of("quick")
+
+
+def test_one_reading_does_not_make_an_instance_slow():
+    speeds = Speeds()
+    for second in range(9):
+        speeds.note("quick", second, 8 * second, 4)
+    speeds.note("new", 8, 0, 4)
+    speeds.note("new", 9, 1, 4)
+    assert speeds.of("new") == speeds.of("quick")
