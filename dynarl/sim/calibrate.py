@@ -35,6 +35,9 @@ Line = Mapping[str, Any]
 UNBOUNDED_TOKENS = 1 << 40
 # Rollout workers of a real job report so often.
 FIGURES_S = 0.25
+# Where fewer tokens are prefilled, as a share of those that are decoded, their time is lost in that of the others. A token
+# is then taken to be prefilled as fast as a further request is decoded.
+TELLING = 0.2
 POLICIES = ("static", "colocated", "threshold", "adaptive")
 
 
@@ -155,11 +158,13 @@ def _decode(lines: Sequence[Line], constants: list[Constant]) -> StepModel:
         raise NoTrace("no engine reported its load while it decoded: the iterations were too short to fit a step time to")
     # Sums of many intervals: their variance grows with their length.
     weight = 1.0 / np.sqrt(rows[:, 3])
-    values, errors = _least_squares(rows[:, :3] * weight[:, None], rows[:, 3] * weight)
+    prefills = rows[:, 2].sum() >= TELLING * rows[:, 1].sum()
+    features = rows[:, : 3 if prefills else 2] * weight[:, None]
+    values, errors = _least_squares(features, rows[:, 3] * weight)
     for name, value, error in zip(("fixed", "per_request", "prefill_token"), values, errors):
         constants.append(Constant(f"decode/{name}", value, "s", error))
-    fixed_s, per_request_s, prefill_s = values
-    return StepModel(max(fixed_s, 1e-9), per_request_s, 0.0, prefill_token_s=prefill_s)
+    fixed_s, per_request_s, *prefill_s = values
+    return StepModel(max(fixed_s, 1e-9), per_request_s, 0.0, prefill_token_s=prefill_s[0] if prefills else per_request_s)
 
 
 def _stage(lines: Sequence[Line], role: str, constants: list[Constant]) -> tuple[float, float]:
