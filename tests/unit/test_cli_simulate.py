@@ -1,0 +1,70 @@
+"""`dynarl simulate` and `dynarl sim`: what they print, and how they refuse."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from dynarl.cli.main import main
+
+SMALL = ("--set", "workload.prompts=64", "--set", "minibatches=2", "--set", "workload.response.cap=2000")
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, list(arguments))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def simulated(*arguments):
+    return json.loads(run("simulate", "dynarl-1.5b-64-math", *SMALL, "-o", "json", *arguments).stdout)
+
+
+def test_results_are_for_each_policy_and_seed_and_the_same_every_time():
+    found = simulated("--policy", "static", "--policy", "dynarl", "--seed", "1", "--seed", "2")
+    assert [(r["policy"], r["seed"]) for r in found["results"]] == [
+        ("static", 1), ("dynarl", 1), ("static", 2), ("dynarl", 2)]  # fmt: skip
+    for result in found["results"]:
+        assert {"makespan_s", "throughput", "timeline", "events_sha256"} <= result.keys()
+        spans = result["timeline"]
+        assert spans[0]["start_s"] == 0 and all(a["end_s"] == b["start_s"] for a, b in zip(spans, spans[1:]))
+        assert all(sum(span[kind] for kind in ("rollout", "inference", "training", "idle")) == 64 for span in spans)
+        assert spans[-1]["end_s"] == pytest.approx(result["makespan_s"])
+    assert len({result["events_sha256"] for result in found["results"]}) == 4
+    again = simulated("--policy", "static", "--seed", "2")["results"]
+    assert again[0]["events_sha256"] == found["results"][2]["events_sha256"]
+    ours = found["summary"]["dynarl"]
+    assert ours["seeds"] == [1, 2] and ours["makespan_s_half"] > 0 and ours["faster"] != 1.0
+
+
+def test_a_picture_in_characters_and_a_page(tmp_path):
+    shown = run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static").stdout
+    assert "static, seed 1" in shown and "RRRR" in shown and "TTTT" in shown
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "page.html"
+    assert run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static", "-o", "html", "--output", str(target)).exit_code == 0
+    assert "<svg" in target.read_text() and "dynarl-1.5b-64-math" in target.read_text()
+
+
+@pytest.mark.parametrize("arguments, code, says", [
+    (("nowhere",), 3, "there are dynarl-1.5b-128-agentic"),
+    ((), 2, "give a SCENARIO"),
+    (("dynarl-7b-64-math", "--policy", "luck"), 2, "has static, dynamic-published"),
+    (("dynarl-7b-64-math", "--set", "gpus"), 2, "write KEY=VALUE"),
+    (("dynarl-7b-64-math", "--set", "rollout.tp=3"), 3, "rollout.tp = 3 does not divide training.tp = 4"),
+    (("dynarl-7b-64-math", "--nodes", "4"), 2, "--from RUN, with --nodes"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_reason(arguments, code, says):
+    done = run("simulate", *arguments)
+    assert done.exit_code == code and says in done.output
+
+
+def test_every_shipped_scenario_is_listed():
+    listed = json.loads(run("simulate", "--list", "-o", "json").stdout)["scenarios"]
+    assert len(listed) >= 12 and "dynarl-32b-128-agentic" in {each["name"] for each in listed}
+
+
+def test_a_run_without_a_trace_is_told_so(tmp_path):
+    (tmp_path / "journal.jsonl").touch()
+    done = run("sim", "calibrate", str(tmp_path))
+    assert done.exit_code == 1 and "trace.jsonl has no iteration" in done.output
