@@ -18,9 +18,9 @@ LEAST_SLOPE = 0.1
 # Time in which a reading loses half of its weight in the line: its range of loads is that of an iteration, not of a
 # moment. Readings of one instance that its factor is the median of.
 HALF_LIFE_S, KEPT_STEPS = 60.0, 9
-# An instance counts as any other with fewer readings than this, or with none for so long: one that was measured in a bad
-# moment gets nothing to do, and so would never be measured again.
-LEAST_STEPS, KEPT_S = 3, 20.0
+# An instance counts as any other when it has had no reading for so long: one that was measured in a bad moment gets nothing to
+# do, and so would never be measured again.
+KEPT_S = 20.0
 # How far an instance is taken to be from the line at most, and the steps in which that is counted.
 MOST_OCTAVES, STEPS_PER_OCTAVE = 4.0, 4
 
@@ -69,11 +69,11 @@ class Speeds:
         return self._sums[0] > 0
 
     def of(self, instance: str) -> tuple[float, float]:
-        """(fixed_s, per_request_s); the line's for an instance that was hardly measured, 1 and 1 while there is none."""
+        """(fixed_s, per_request_s); the line's for an instance that was not measured lately, 1 and 1 while there is none."""
         fixed, each = self._line()
         since = self._summed_at - KEPT_S
         ratios = [t / (fixed + each * b) for at, b, t in self._steps.get(instance, ()) if at >= since]
-        ratio = statistics.median(ratios) if len(ratios) >= LEAST_STEPS else 1.0
+        ratio = statistics.median(ratios) if ratios else 1.0
         octaves = max(-MOST_OCTAVES, min(math.log2(ratio), MOST_OCTAVES))
         factor = 2.0 ** (round(octaves * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)
         return fixed * factor, each * factor

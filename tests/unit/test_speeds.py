@@ -80,12 +80,3 @@ def test_an_instance_that_was_slow_in_a_bad_moment_is_given_work_again():
     for second in range(9, 40):
         speeds.note("quick", second, 8 * second, 4)
     assert speeds.of("slow then") == speeds.of("one that was never seen")
-
-
-def test_one_reading_does_not_make_an_instance_slow():
-    speeds = Speeds()
-    for second in range(9):
-        speeds.note("quick", second, 8 * second, 4)
-    speeds.note("new", 8, 0, 4)
-    speeds.note("new", 9, 1, 4)
-    assert speeds.of("new") == speeds.of("one that was never seen")
