@@ -42,7 +42,7 @@ seed; then the parts of all GPU time.</p>
 <h2>GPUs by role, seed {first[0]["seed"]}</h2>
 {svg(first, "")}
 <h2>Runs</h2>
-<p class="dim">The same scenario, policy and seed give the same hash of all events, on any machine.</p>
+<p class="dim">The same scenario, policy and seed give the same hash of all events.</p>
 <table><tr><th>policy</th><th>seed</th><th>makespan</th><th>events</th></tr>{hashes}</table>
 </body></html>
 """
