@@ -80,8 +80,8 @@ def test_a_split_that_is_wrong_is_planned_again_while_the_job_runs(minislurm, ru
     """One node generates, two at a time, and three train what that takes moments to train."""
     job = JobRun.submit(
         minislurm(nodes=4), runs, *SAME, "cluster.nodes=4", "split.rollout=1", "split.inference=0", "split.training=3", "policy.name=static",
-        "run.iterations=100", "rollout.max_running=2", "algorithm.prompts_per_step=8", "algorithm.group_size=2",
-        "plan.replan=true", "plan.window=2", "plan.stage_s={rollout: 0.1, training: 60}")
+        "run.iterations=100", "rollout.max_running=2", "algorithm.prompts_per_step=16", "algorithm.group_size=2",
+        "plan.replan=true", "plan.window=2", "plan.stage_s={rollout: 0.01, training: 60}")
     finished(job)
     planned = [r for r in job.records("replanned") if r["state"] == "committed"][0]
     assert planned["iteration"] == 3 and planned["off"]["training"] < -0.9 and planned["off"]["rollout"] > 1
