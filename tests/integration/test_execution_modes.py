@@ -77,10 +77,10 @@ def test_a_worker_that_dies_while_roles_take_turns_costs_no_sample(minislurm, ru
 
 
 def test_a_split_that_is_wrong_is_planned_again_while_the_job_runs(minislurm, runs):
-    """One node generates, two at a time, and three train what that takes moments to train."""
+    """One node generates, one answer at a time, and three train what that takes moments to train."""
     job = JobRun.submit(
         minislurm(nodes=4), runs, *SAME, "cluster.nodes=4", "split.rollout=1", "split.inference=0", "split.training=3", "policy.name=static",
-        "run.iterations=100", "rollout.max_running=2", "algorithm.prompts_per_step=16", "algorithm.group_size=2",
+        "run.iterations=100", "rollout.max_running=1", "algorithm.prompts_per_step=8", "algorithm.group_size=2",
         "plan.replan=true", "plan.window=2", "plan.stage_s={rollout: 0.01, training: 60}")
     finished(job)
     planned = [r for r in job.records("replanned") if r["state"] == "committed"][0]
