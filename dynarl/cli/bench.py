@@ -41,7 +41,7 @@ def command() -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Work of your own, in place of what --job names.",
 )
-@click.option("--cpu-quota", default=0.25, show_default=True, help="Cores that one simulated node gets.")
+@click.option("--cpu-quota", default=0.2, show_default=True, help="Cores that one simulated node gets.")
 @click.option("--site", is_flag=True, help="Use the Slurm that this shell speaks to, instead of starting one.")
 @click.option("--keep", is_flag=True, help="Keep the run directory and the Slurm that was started.")
 @output.format_option("table", "json")

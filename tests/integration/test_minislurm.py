@@ -275,6 +275,15 @@ print((time.process_time() - before) / {seconds})
     assert cores >= quota * 0.3
 
 
+def test_a_batch_script_is_outside_its_nodes_quota_and_its_steps_inside(minislurm, tmp_path):
+    handle = minislurm(nodes=1, quota=0.25)
+    output = tmp_path / "out"
+    own = "grep -o minislurm-.* /proc/self/cgroup"
+    handle.run(["sbatch", "--wait", f"--output={output}", f"--wrap={own}; srun -n1 {own}"])
+    batch, step = output.read_text().split()
+    assert (Path(batch).name, Path(step).name) == ("batch", "n1")
+
+
 def test_a_heterogeneous_step_is_one_mpi_world(minislurm, tmp_path):
     pytest.importorskip("mpi4py")
     handle = minislurm(nodes=3)

@@ -1,6 +1,9 @@
 """A fixed amount of compute per node: one cgroup per host of a cluster, below the top of the cpu hierarchy.
 
     <cpu hierarchy>/minislurm-<cluster id>/<host>       cpu.cfs_quota_us (cgroup v1) or cpu.max (v2)
+    <cpu hierarchy>/minislurm-<cluster id>/batch        batch scripts, without a quota
+
+A quota stands for the devices of a node. A batch script and what it runs by itself would use the cores beside them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dynarl.slurm.mini import MiniSlurmError
 # under 1 ms.
 PERIOD_US = 20_000
 MIN_QUOTA_US = 1_000
+BATCH = "batch"
 
 
 def quota_us(cores: float) -> int:
@@ -75,6 +79,17 @@ class Cgroup:
             else:
                 (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
                 (group / "cpu.cfs_quota_us").write_text(str(quota_us(cores)))
+
+    def create_batch(self) -> None:
+        """Make the group that `task_prolog` puts batch scripts into."""
+        self.create(BATCH, None)
+
+    def task_prolog(self) -> str:
+        """What slurmd runs before a task, as a child of the process that becomes the task. Steps of srun have a number."""
+        return f"""\
+#!/bin/sh
+[ -n "$SLURM_STEP_ID" ] || echo "$PPID" > {self.host(BATCH)}/cgroup.procs
+"""
 
     def add(self, name: str, pid: int) -> None:
         (self.host(name) / "cgroup.procs").write_text(str(pid))

@@ -185,6 +185,10 @@ def _start_head(paths: Paths, record: Record, cgroup: Cgroup | None, version: tu
     memory_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     paths.hosts.write_text(conf.hosts(record.spec, subnet, socket.gethostname()))
     paths.slurm_conf.write_text(conf.slurm_conf(record.spec, paths, subnet, memory_mb))
+    if cgroup and record.spec.cpu_quota is not None:
+        cgroup.create_batch()
+        paths.task_prolog.write_text(cgroup.task_prolog())
+        paths.task_prolog.chmod(0o755)
     (paths.etc / "gres.conf").write_text(conf.gres_conf(record.spec, paths))
     (paths.etc / "cgroup.conf").write_text(conf.cgroup_conf(version))
     head.send("daemons")

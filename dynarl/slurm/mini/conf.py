@@ -52,6 +52,7 @@ SlurmdPidFile={paths.local}/slurmd.pid
 SlurmctldLogFile={paths.log}/slurmctld.log
 SlurmdLogFile={paths.log}/slurmd-%n.log
 MailProg=/bin/true
+{"# no TaskProlog" if spec.cpu_quota is None else f"TaskProlog={paths.task_prolog}"}
 JobCompType=jobcomp/filetxt
 JobCompLoc={paths.log}/jobs.txt
 

@@ -104,6 +104,11 @@ class Paths:
         return self.etc / "slurm.conf"
 
     @property
+    def task_prolog(self) -> Path:
+        """Takes batch scripts out of their node's quota."""
+        return self.etc / "task_prolog"
+
+    @property
     def hosts(self) -> Path:
         """/etc/hosts of every node."""
         return self.etc / "hosts"
