@@ -73,9 +73,10 @@ class Checkpoints:
             log.error("a checkpoint could not be written: %s", error)
 
     async def save_interrupted(self) -> None:
-        """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done: then the
-        weights are ahead of any whole iteration, and the newest older checkpoint stays what the next start uses."""
-        if self._job.config.algorithm.minibatches == 1 or self._job.stage is None:
+        """Checkpoint of the last completed iteration. With several minibatches an iteration may be half done, and a step
+        may have failed half way: then the weights are ahead of any whole iteration, and the newest older checkpoint
+        stays what the next start uses."""
+        if self._job.is_sound and (self._job.config.algorithm.minibatches == 1 or self._job.stage is None):
             await self.begin()
         await self.written()
 

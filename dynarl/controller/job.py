@@ -73,7 +73,7 @@ class Job(Rounds):
 
     def _rewind(self, checkpoint: Path | None) -> None:
         """Progress, the trainer's layout and home roles as in `checkpoint`; without one, those of the beginning."""
-        self.progress = Progress()
+        self.progress, self.is_sound = Progress(), True
         if checkpoint:
             self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
         self.replanner = Replanner(self)

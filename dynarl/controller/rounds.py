@@ -77,6 +77,7 @@ class Rounds:
         self.may: dict[str, frozenset[str]] = {}
         self.offers = self.may  # roles that a node may be given; without training where no replica fits
         self.critical = asyncio.Lock()  # held while the optimizer steps: nothing may cut in between step and record
+        self.is_sound = True  # no optimizer step has begun that is not on record
         self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self.monitor, self.clock = monitor, monitor.clock
         self.router = Router(config, monitor.lengths)
@@ -102,7 +103,7 @@ class Rounds:
                 self.monitor.conclude()
             batch = await run.awake(index, self.trainer.owner_nodes)
             async with run.going_on():
-                stepped.append(await self._step(number, run, batch))
+                stepped.append(await self._step(number, run, batch, last=index + 1 == algorithm.minibatches))
                 if index + 1 < algorithm.minibatches:
                     # Inference still scores with the weights that generated.
                     await self.staging.refresh_trainers(
@@ -111,7 +112,6 @@ class Rounds:
                     run.training_weights = self.weights
                     await self.trainer.begin(self.progress.step + 1, "grpo", self.away())
         ended = self.clock()
-        self.progress.iteration = number
         await self.staging.everywhere()
         self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=number)
@@ -158,7 +158,7 @@ class Rounds:
         return [wire.sample_id(number, (first + p) % self.config.task.train_size, member)
                 for p in range(algorithm.prompts_per_step) for member in range(algorithm.group_size)]
 
-    async def _step(self, number: int, run: Iteration, batch: list[Group]) -> dict[str, float]:
+    async def _step(self, number: int, run: Iteration, batch: list[Group], last: bool) -> dict[str, float]:
         contributors = {group.node for group in batch}
         tokens = run.counted_tokens(batch)
         began = self.clock()
@@ -169,12 +169,16 @@ class Rounds:
             except ValueError as error:  # it died while this waited for its turn
                 raise wire.CallError(str(error)) from None
             lr = warmed_up_lr(self.config.training.lr, self.progress.step, self.config.training.lr_warmup_steps)
+            self.is_sound = False
             if tokens:
                 stepped = await self.trainer.step(contributors, tokens, lr)
             else:
                 log.warning("iteration %d: no token counts (all answers are masked); the weights stay", number)
                 stepped = {"grad_norm": 0.0, "lr": lr}
             self.progress.step += 1
+            if last:
+                # Here and not later: whoever waits to cut in does so at the first wait after this block.
+                self.progress.iteration = number
             stats = run.stats()
             self.journal.append(
                 "step_committed",
@@ -187,6 +191,7 @@ class Rounds:
                 stages=run.stage_ends(),
                 durable=True,
             )
+            self.is_sound = True
         self.last_event = self.clock()
         return {**stepped, "version": self.progress.step, "tokens": tokens, "seconds": self.clock() - began}
 

@@ -298,7 +298,7 @@ def test_a_borrowed_worker_that_dies_beside_a_step_costs_no_sample(dies, tmp_pat
         run.ledger.accumulated(run.ledger.lease(group, "n4"))
         if dies == "before the step":
             lose()
-        await started._step(1, run, [group])
+        await started._step(1, run, [group], last=True)
         return started.journal.of("step_committed")
 
     run = None
