@@ -179,39 +179,60 @@ class Iteration:
                      needed: Callable[[], dict[str, str]] = lambda: {}) -> None:
         """Hand out and move nodes until `reached`. needed: moves that it takes, whatever the policy wants."""
         try:
-            while not (reached() and self._change is None):
-                if self._error is not None:
-                    raise self._error
+            while True:
+                self._raise_error()
+                if reached() and self._change is None:
+                    return
                 self._hand_out(to_train)
                 if (moves := needed()) and self._change is None and self._is_possible(moves):
                     self._begin(moves)
                 self._consider(to_train)
                 await self._something_happens()
         except BaseException:
-            self._given_up = True
+            self._give_up()
             if self._turns is not None:
                 await asyncio.shield(self._turns.end())
             raise
         finally:
             self._silence()
-            for task in self._tasks if not reached() else ():
-                task.cancel()
 
     @asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
-        """Around an optimizer step: requests and groups to be scored are handed out meanwhile, roles stay."""
-        task = asyncio.ensure_future(self._keep_handing_out())
+        """Around an optimizer step: requests and groups to be scored are handed out meanwhile, roles stay. When that
+        fails the step is cancelled, and the failure raised: a step that is not on record yet never was."""
+        failed: BaseException | None = None
         try:
-            yield
+            async with asyncio.TaskGroup() as group:
+                handing_out = group.create_task(self._keep_handing_out())
+                yield
+                handing_out.cancel()
+        except BaseExceptionGroup as errors:
+            failed = errors.exceptions[0]  # raised below, so that it keeps the cause that it has
+        except BaseException:
+            self._give_up()
+            raise
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             self._silence()
+        if failed is not None:
+            self._give_up()
+            raise failed
 
     async def _keep_handing_out(self) -> None:
-        while self._error is None:
+        while True:
+            self._raise_error()
             self._hand_out(Minibatch(0))
             await self._something_happens()
+
+    def _raise_error(self) -> None:
+        """What ended in the background with an error ends the iteration."""
+        if self._error is not None:
+            raise self._error
+
+    def _give_up(self) -> None:
+        """Nothing that is under way is for this iteration any more."""
+        self._given_up = True
+        for task in self._tasks:
+            task.cancel()
 
     async def _something_happens(self) -> None:
         """Until then, or until it is time to look."""

@@ -3,22 +3,26 @@
 import asyncio
 
 import pytest
+from pretend_cluster import VirtualTime
 
 from dynarl.config.schema import Config
 from dynarl.controller.iteration import Iteration
+from dynarl.controller.leases import ReplicaTorn
 from dynarl.controller.telemetry import Monitor
 
 
 class Idle(Iteration):
-    """An iteration in which there is never anything to hand out."""
+    """An iteration in which there is never anything to hand out. fails_in: round in which that fails."""
 
-    def __init__(self):
+    def __init__(self, fails_in=None):
         self._error, self._change, self._turns, self._alarm, self._tasks = None, None, None, None, set()
         self._changed = asyncio.Event()
-        self._monitor, self.rounds = Monitor(Config()), 0
+        self._monitor, self.rounds, self.fails_in = Monitor(Config()), 0, fails_in
 
     def _hand_out(self, to_train):
         self.rounds += 1
+        if self.rounds == self.fails_in:
+            raise KeyError("1:0") from OSError("its cause")
         if self.rounds > 20:
             raise AssertionError("it goes on after its cancellation")
 
@@ -27,9 +31,6 @@ class Idle(Iteration):
 
     def _consider(self, to_train):
         pass
-
-    def _pause_s(self):
-        return 0.1
 
 
 def test_a_cancellation_together_with_an_event_ends_it():
@@ -47,3 +48,60 @@ def test_a_cancellation_together_with_an_event_ends_it():
     # How many turns of the loop lie between event and cancellation decides which of them a wait sees first.
     for turns in range(4):
         asyncio.run(cancelled_with_an_event(turns))
+
+
+def stepping(iteration, meanwhile=lambda: None, error=None):
+    """The optimizer steps for an hour, or fails with `error`. Returns the seconds that went by and what was raised."""
+
+    async def step():
+        began = asyncio.get_running_loop().time()
+        try:
+            async with iteration.going_on():
+                await asyncio.sleep(0.05)
+                meanwhile()
+                if error is not None:
+                    raise error
+                await asyncio.sleep(3600)
+        except Exception as raised:
+            return asyncio.get_running_loop().time() - began, raised, asyncio.current_task().cancelling()
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        return runner.run(step())
+
+
+def test_hand_outs_that_fail_while_the_optimizer_steps_end_the_step_at_once_and_say_why():
+    seconds, raised, cancelling = stepping(Idle(fails_in=3))
+    assert isinstance(raised, KeyError) and isinstance(raised.__cause__, OSError)
+    assert seconds < 1.0 and not cancelling
+
+
+def test_one_that_fails_in_the_background_meanwhile_does_so_too():
+    iteration, torn = Idle(), ReplicaTorn("a lease reached only some of its nodes")
+
+    async def fails():
+        raise torn
+
+    seconds, raised, _ = stepping(iteration, lambda: iteration._spawn(fails(), lambda: None))
+    assert raised is torn and seconds < 1.0
+
+
+def test_a_step_that_fails_says_so_itself_and_what_was_handed_out_meanwhile_is_given_up():
+    iteration, error = Idle(), RuntimeError("the optimizer")
+    held = []
+
+    def hand_out():
+        iteration._spawn(asyncio.sleep(3600), lambda: None)
+        held.extend(iteration._tasks)
+
+    _, raised, _ = stepping(iteration, hand_out, error)
+    assert raised is error and [task.cancelled() for task in held] == [True]
+
+
+def test_an_error_is_not_lost_where_what_was_waited_for_is_there_at_the_same_time():
+    async def both():
+        iteration = Idle()
+        iteration._error = ReplicaTorn("a lease reached only some of its nodes")
+        await iteration._until(lambda: True, None)
+
+    with pytest.raises(ReplicaTorn):
+        asyncio.run(both())
