@@ -563,7 +563,8 @@ class Iteration:
         report is still on its way.
         """
         at_work = [node for node, role in self._epochs.roles.items() if role == "rollout"]
-        return self.ledger.num_waiting + sum(self.ledger.num_running_on(node) for node in at_work)
+        running = sum(self.ledger.num_running_on(node) for node in at_work)
+        return self.ledger.num_waiting + running + len(self.ledger.stranded(at_work))
 
     def _take_back(self, outcome: Outcome) -> None:
         for node, given_up in outcome.given_up.items():

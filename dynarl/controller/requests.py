@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Awaitable, Callable
 
+from dynarl import wire
 from dynarl.config.schema import Config
 from dynarl.controller.fleet import Fleet
 from dynarl.controller.router import Router
@@ -55,21 +56,26 @@ class Requests:
 
     def _send(self, node: str, samples: list[str]) -> None:
         handed, lives = self._ledger.dispatch(node, samples), self.lives[node]
-        self._spawn(self._generate(node, handed), lambda: self.failed(node, handed, lives))
+        self._spawn(self._generate(node, handed, lives), lambda: self.failed(node, handed, lives))
 
-    async def _generate(self, node: str, handed: list[tuple[str, str | None]]) -> None:
+    async def _generate(self, node: str, handed: list[tuple[str, str | None]], lives: int) -> None:
         holders = {holder for _, holder in handed if holder}
-        await self._fleet.call(
-            node,
-            "generate",
-            requests=[{"sample": s, "holder": h} for s, h in handed],
-            split=self._split,
-            temperature=self._temperature,
-            seed=self._config.run.seed,
-            max_response_tokens=self._config.algorithm.max_response_tokens,
-            order=self._config.rollout.order,
-            holders={h: self._fleet.agents[h].peer_address for h in holders},
-        )
+        try:
+            await self._fleet.call(
+                node,
+                "generate",
+                requests=[{"sample": s, "holder": h} for s, h in handed],
+                split=self._split,
+                temperature=self._temperature,
+                seed=self._config.run.seed,
+                max_response_tokens=self._config.algorithm.max_response_tokens,
+                order=self._config.rollout.order,
+                holders={h: self._fleet.agents[h].peer_address for h in holders},
+            )
+        except (wire.CallError, TimeoutError):
+            if lives == self.lives[node]:
+                self._ledger.unreached(node, (sample for sample, _ in handed))
+            raise
 
     def failed(self, node: str, handed: list[tuple[str, str | None]], lives: int) -> None:
         """A hand-out did not reach `node`, which had lost `lives` workers when it began."""

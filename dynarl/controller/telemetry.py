@@ -317,7 +317,8 @@ class Monitor:
         """The iteration as the adaptive policy sees it."""
         running = {node: ledger.num_running_on(node) for node, role in roles.items() if role == "rollout"}
         lengths = [tokens for node, count in running.items() if count for tokens in self.lengths_on(node, count)]
-        lengths += [self._partial.get(sample, 0) for sample in ledger.waiting()]
+        waiting = ledger.waiting() + ledger.stranded(running)
+        lengths += [self._partial.get(sample, 0) for sample in waiting]
 
         def queue(waiting: str, working: str) -> Queue:
             here, in_work = ledger.in_state(waiting), ledger.in_state(working)
@@ -333,7 +334,7 @@ class Monitor:
             may,
             queues | {"training": queue("scored", "training")},
             running=running,
-            waiting=ledger.num_waiting,
+            waiting=len(waiting),
             lengths=lengths,
             live_members=Counter(len(g.samples) - len(g.holders) for g in generating),
             finished_tokens=sum(g.num_tokens for g in generating),

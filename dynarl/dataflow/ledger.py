@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from collections import Counter, defaultdict
-from typing import Iterable, Iterator, Sequence
+from typing import Container, Iterable, Iterator, Sequence
 
 from dynarl import wire
 
@@ -70,6 +70,7 @@ class Ledger:
         self.num_running: Counter[str] = Counter()  # and how much
         self.freed: dict[str, None] = {}  # nodes on which something has ended since whoever reads this has cleared it
         self.partial: dict[str, str] = {}
+        self._unreached: dict[str, None] = {}  # running here, but their hand-out has failed
 
     # --- generation
 
@@ -93,8 +94,18 @@ class Ledger:
     def num_running_on(self, node: str) -> int:
         return self.num_running[node]
 
+    def unreached(self, node: str, samples: Iterable[str]) -> None:
+        """A hand-out did not reach `node`. Its requests count as running there until they are given back."""
+        self._unreached.update((sample, None) for sample in samples if self.running.get(sample) == node)
+
+    def stranded(self, at_work: Container[str]) -> list[str]:
+        """Requests that nobody works on and that do not wait yet: unreached, on a node that is not in `at_work` any
+        more."""
+        return [sample for sample in self._unreached if self.running[sample] not in at_work]
+
     def _runs_no_more(self, sample: str) -> None:
         node = self.running.pop(sample)
+        self._unreached.pop(sample, None)
         del self._on[node][sample]
         self.num_running[node] -= 1
         self.freed[node] = None

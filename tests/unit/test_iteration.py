@@ -16,9 +16,11 @@ from dynarl.controller.epochs import Epochs, Outcome, Weights
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow import speeds
+from dynarl.dataflow.minibatches import Minibatch
 from dynarl.hypergraph import journal
 from dynarl.hypergraph.check import check
 from dynarl.scheduler.policy import View, capabilities, start_roles
+from dynarl.wire import CallError
 
 
 def describe(log, home, may, policy):
@@ -516,3 +518,36 @@ def test_what_scheduling_costs_the_controller_is_counted(tmp_path):
     cluster = run(*POLICIES["adaptive, lend owners"], 1, tmp_path)
     spent = cluster.iteration._monitor.overhead.seconds
     assert spent["decisions"] > 0 and spent["routing"] > 0
+
+
+def test_a_request_whose_hand_out_failed_needs_a_rollout_node_also_while_it_is_not_offered_again(tmp_path):
+    """Its node may have changed its role meanwhile; the last one that generates must not follow it."""
+    home, policy = POLICIES["adaptive"]
+    cluster = Cluster(dict(home), 1)
+    generate = cluster.on_generate
+
+    async def refused(node, **order):
+        if node.name == "n1":
+            raise CallError("a request came while this node changes its role")
+        await generate(node, **order)
+
+    cluster.on_generate = refused
+
+    async def go():
+        may, samples = capabilities(policy, home), [wire.sample_id(1, 0, member) for member in range(4)]
+        config = Config(policy=policy, algorithm=Algorithm(prompts_per_step=1, group_size=4, max_response_tokens=10**6))
+        epochs = Epochs(cluster, journal.Journal(tmp_path / "journal.jsonl"), home, 1.0)
+        monitor = Monitor(config, clock=asyncio.get_running_loop().time)
+        iteration = cluster.iteration = Iteration(config, cluster, epochs, WEIGHTS, may, set(), samples, monitor=monitor)
+        cluster.lengths = lambda sample: 10**6
+        iteration._hand_out(Minibatch(0))
+        epochs.roles["n1"], epochs.num_changes = "training", 1
+        for seconds in (0.05, 0.3):  # before and after the pause
+            await asyncio.sleep(seconds)
+            seen = monitor.situation(iteration.ledger, epochs.roles, may, lambda group: True, True, {})
+            assert iteration._num_to_generate() == seen.live == len(seen.lengths) == 4
+        for task in [*cluster.tasks, *iteration._tasks]:
+            task.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(go())

@@ -299,3 +299,13 @@ def test_what_a_step_has_trained_a_dead_worker_cannot_undo():
 def test_group_names_come_from_the_samples():
     ledger = Ledger([wire.sample_id(2, p, m) for p in (5, 6) for m in range(3)])
     assert {name: len(group.samples) for name, group in ledger.groups.items()} == {"2:5": 3, "2:6": 3}
+
+
+def test_a_request_that_did_not_reach_its_node_is_stranded_once_that_has_left_until_it_waits_again():
+    ledger = Ledger(["1:0:0", "1:0:1", "1:1:0"])
+    ledger.dispatch("n1", ["1:0:0", "1:0:1"])
+    ledger.dispatch("n2", ["1:1:0"])
+    ledger.unreached("n1", ["1:0:0", "1:1:0"])  # the last has gone to another node meanwhile
+    assert ledger.stranded(["n1", "n2"]) == [] and ledger.stranded(["n2"]) == ["1:0:0"]
+    ledger.returned("1:0:0", "n1", holder=None)
+    assert ledger.stranded([]) == [] and ledger.num_waiting == 1
