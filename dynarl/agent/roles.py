@@ -140,8 +140,7 @@ class Roles:
         self._plan = None
         try:
             if role is not None:
-                await self._each([role], "sleep")
-                await self._each([self.active], "wake")
+                await self._give_back(role, self.active)
         finally:
             if self._plan is None:  # else the next change has begun, and closed it again
                 self._gate.open()
@@ -184,11 +183,25 @@ class Roles:
                 self._versions.pop(role, None)
                 raise wire.CallError(f"{role} on {self._agent.node} has read other weights than {weights}: {digests}")
         except BaseException:
-            await self._each([role], "sleep")
-            await self._each([source], "wake")
+            await self._give_back(role, source)
             raise
         self.active = role
         await self._agent.controller.emit("", "switched", source=source, target=role, phases=phases)
+
+    async def _give_back(self, role: str, source: str) -> None:
+        """`source` has the devices again after a change to `role` that failed. A worker that does not sleep or wake then
+        is ended, and its death reported: nobody could say what it holds of a device."""
+        supervisor = self._agent.supervisor
+        for each, method in ((role, "sleep"), (source, "wake")):
+            workers = self._agent.processes(self._agent.of_role(each))
+            calls = (self._agent.call_worker(worker.name, method) for worker in workers)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            failed = [(w, answer) for w, answer in zip(workers, answers) if isinstance(answer, BaseException)]
+            for worker, error in failed:
+                if supervisor.workers.get(worker.name) is worker:
+                    supervisor.kill(worker.name, f"it could not {method} when a change of roles was undone: {error}")
+            while any(supervisor.workers.get(worker.name) is worker for worker, _ in failed):
+                await asyncio.sleep(0.01)  # until its memory is free
 
     async def _each(self, roles: list[str], method: str) -> None:
         """Call a method of all workers of these roles."""

@@ -110,6 +110,30 @@ def test_a_switch_that_fails_leaves_the_devices_to_the_role_that_had_them(tmp_pa
     shared(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("role, method", [("training", "sleep"), ("inference", "wake")])
+def test_a_worker_that_fails_as_a_switch_is_undone_is_ended_and_the_first_error_is_told(role, method, tmp_path):
+    """What it holds of the device nobody could say; the controller starts another one."""
+
+    async def scenario(desk):
+        faults = {role: {method: "1 / 0"}}
+        await desk.start("inference", **LOADS | faults.get("inference", {}))
+        await desk.start("training", **LOADS | {"load": "{}['weights']"} | faults.get("training", {}))
+        await desk.share()
+        with pytest.raises(CallError, match="KeyError: 'weights'"):
+            await desk.hand_out("train", 1, "1:0:0")
+        death = await desk.death()
+        assert death["role"] == role and f"it could not {method} when a change of roles was undone" in death["reason"]
+        assert "ZeroDivisionError" in death["reason"]
+        assert desk.switched == [] and desk.agent.roles.active == "inference"
+        if role == "training":
+            assert len(await desk.calls("inference", "wake")) == 1
+        else:
+            await desk.start("inference", **LOADS)
+        await desk.hand_out("score", 2, "1:0:0")
+
+    shared(tmp_path, scenario)
+
+
 def test_a_hand_out_that_fails_after_the_rest_is_done_keeps_nobody_from_the_devices(tmp_path):
     async def scenario(desk):
         await desk.start("inference", **LOADS, logprobs="time.sleep(0.3) or 1 / 0 if args['lease'] == 2 else None")
