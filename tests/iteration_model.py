@@ -1,6 +1,6 @@
 """An iteration in miniature, for tests of policies: the real ledger and the real decisions, on nodes whose work takes ticks.
 
-One tick is one token of every running answer. Hand-outs are those of `dynarl.controller.iteration` to equal nodes when no
+One tick is one token of every running answer. Hand-outs are those of `dynarl.controller.hand_outs` to equal nodes when no
 length is known: even shares of requests, two leases at a time, nothing for a node that is about to change its role; one
 change at a time, `move_ticks` long.
 """

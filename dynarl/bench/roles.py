@@ -145,7 +145,7 @@ class RolesBench(Job):
         accumulated = time.monotonic()
         self.monitor.conclude()
         groups = await run.awake(0, self.trainer.owner_nodes)
-        await self.trainer.step({g.node for g in groups}, run.counted_tokens(groups), 0.0)
+        await self.trainer.step({g.node for g in groups}, run.results.counted_tokens(groups), 0.0)
         stepped = time.monotonic()
         await self.staging.everywhere()
         self.stage = None
@@ -191,7 +191,7 @@ class RolesBench(Job):
             at_work |= {(node, role) for role, replica in run.leases.at.values() for node in replica.nodes}
             for node, role in self.epochs.roles.items():
                 what = f"{role}_busy" if (node, role) in at_work else f"{role}_idle"
-                node_seconds["moving" if node in run._leaving else what] += now - last
+                node_seconds["moving" if node in run.hand_outs.leaving else what] += now - last
             last = now
 
     async def measure_move(self, number: int) -> dict[str, float]:
@@ -201,9 +201,9 @@ class RolesBench(Job):
         generating = asyncio.ensure_future(run.generate())
         await asyncio.sleep(1.0)
         node = sorted(n for n, home in self.home.items() if home == "rollout")[number % self.config.split.rollout]
-        run._leaving.add(node)
-        outcome = await self.epochs.change({node: "training"}, self.weights, "bench: move", run._take_back)
-        run._leaving.discard(node)
+        run.hand_outs.leaving.add(node)
+        outcome = await self.epochs.change({node: "training"}, self.weights, "bench: move", run.role_changes.take_back)
+        run.hand_outs.leaving.discard(node)
         await generating
         self.stage = None
         await self.fleet.call_each(self.home, "forget", iteration=1)
@@ -244,7 +244,7 @@ def work_of(run: Iteration) -> dict[str, float]:
         "longest_tokens": max(lengths),
         "tool_calls": sum(number * count for number, count in calls.items()),
         "most_tool_calls": max(calls),
-        "tool_tokens": run.num_masked_tokens,
+        "tool_tokens": run.results.num_masked_tokens,
     }
 
 

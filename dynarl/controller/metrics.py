@@ -27,7 +27,7 @@ def of_iteration(
     lengths = [group.tokens[s] for group in groups for s in group.samples]
     rewards = [group.rewards[s] for group in groups for s in group.samples]
     cut = sum(finish == "length" for group in groups for finish in group.finish.values())
-    advantages, stats, scores = run.advantages(), run.stats(), run.tally.score_stats
+    advantages, stats, scores = run.results.advantages(), run.results.stats(), run.tally.score_stats
     tokens = max(stats.get("tokens", 0.0), 1.0)
     seconds = ended - began
     data = {
@@ -42,7 +42,7 @@ def of_iteration(
         "actor/entropy": stats.get("entropy", 0.0) / tokens,
         "actor/grad_norm": statistics.fmean(step["grad_norm"] for step in steps),
         "actor/lr": steps[-1]["lr"],
-        "groups/zero_std_frac": run.num_flat_groups / len(groups),
+        "groups/zero_std_frac": run.results.num_flat_groups / len(groups),
         "reward/timeouts": run.tally.timed_out,
         "timing_s/step": seconds,
         "timing_s/gen": run.tally.generated_at - began,
@@ -65,14 +65,14 @@ def of_iteration(
             "tools/calls/mean": statistics.fmean(run.tally.tool_calls),
             "tools/calls/max": max(run.tally.tool_calls),
             "tools/seconds/mean": run.tally.tool_seconds / calls,  # of a call, its wait for a free worker included
-            "tools/masked_tokens_frac": run.num_masked_tokens / sum(lengths),
+            "tools/masked_tokens_frac": run.results.num_masked_tokens / sum(lengths),
         }
     if run.tally.scored_at:
         data["timing_s/old_log_prob"] = run.tally.scored_at - began
     if scores.get("tokens"):
         data["training/rollout_probs_diff_mean"] = scores["rollout_probs_diff"] / scores["tokens"]
         data["training/rollout_probs_diff_max"] = scores.get("rollout_probs_diff_max", 0.0)
-    run.count_node_seconds()
+    run.role_changes.count_node_seconds()
     node_seconds = run.tally.node_seconds
     for role in ROLES:
         data[f"alloc/nodes/{role}"] = num_nodes * node_seconds.get(role, 0.0) / sum(node_seconds.values())

@@ -109,7 +109,7 @@ class Rounds:
                     await self.staging.refresh_trainers(
                         [n for n, r in self.epochs.roles.items() if r == "training"], run.weights.version
                     )
-                    run.training_weights = self.weights
+                    run.role_changes.training_weights = self.weights
                     await self.trainer.begin(self.progress.step + 1, "grpo", self.away())
         ended = self.clock()
         await self.staging.everywhere()
@@ -160,7 +160,7 @@ class Rounds:
 
     async def _step(self, number: int, run: Iteration, batch: list[Group], last: bool) -> dict[str, float]:
         contributors = {group.node for group in batch}
-        tokens = run.counted_tokens(batch)
+        tokens = run.results.counted_tokens(batch)
         began = self.clock()
         async with self.critical:
             try:
@@ -179,7 +179,7 @@ class Rounds:
             if last:
                 # Here and not later: whoever waits to cut in does so at the first wait after this block.
                 self.progress.iteration = number
-            stats = run.stats()
+            stats = run.results.stats()
             self.journal.append(
                 "step_committed",
                 iteration=number,
@@ -188,7 +188,7 @@ class Rounds:
                 loss=stats.get("loss", math.nan) / max(tokens, 1),
                 grad_norm=stepped["grad_norm"],
                 tokens=tokens,
-                stages=run.stage_ends(),
+                stages=run.tally.stage_ends(),
                 durable=True,
             )
             self.is_sound = True

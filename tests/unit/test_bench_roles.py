@@ -111,7 +111,7 @@ def test_a_node_is_busy_when_it_has_work_of_its_role_and_counts_once():
     run = SimpleNamespace(
         ledger=SimpleNamespace(running={"1:0:0": "n1", "1:0:1": "n1", "1:0:2": "n4"}),
         leases=SimpleNamespace(at={1: ("training", trainer), 2: ("training", trainer)}),
-        _leaving={"n5"},
+        hand_outs=SimpleNamespace(leaving={"n5"}),
     )
     seconds = defaultdict(float)
 

@@ -44,8 +44,9 @@ class Iterating(Rounds):
             return []
 
         return SimpleNamespace(
-            accumulate=nothing, awake=awake, going_on=going_on, counted_tokens=lambda batch: 1, stats=dict, stage_ends=dict,
-            ledger=SimpleNamespace(trained=lambda batch: samples), weights=self.weights)
+            accumulate=nothing, awake=awake, going_on=going_on, weights=self.weights,
+            results=SimpleNamespace(counted_tokens=lambda batch: 1, stats=dict), tally=SimpleNamespace(stage_ends=dict),
+            ledger=SimpleNamespace(trained=lambda batch: samples), role_changes=SimpleNamespace())
 
     async def cut_in(self, after_s, iterating):
         """As the controller does for a cancellation: after a step, never between it and its record."""

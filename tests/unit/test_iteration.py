@@ -77,7 +77,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             assert total == Counter(s for group in batch for s in group.samples), "the step would not be over its groups"
             assert sorted(iteration.ledger.trained(batch)) == sorted(total)
             sampled = sum(cluster.lengths(s) - cluster.lengths(s) // TURN for s in total)
-            assert iteration.counted_tokens(batch) == sampled, "what tools wrote does not count"
+            assert iteration.results.counted_tokens(batch) == sampled, "what tools wrote does not count"
             if policy.switching == "node" and index + 1 < minibatches:
                 switched = cluster.switched.total()
                 async with iteration.going_on():
@@ -86,13 +86,13 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             for node in cluster.agents.values():
                 node.buffer.clear()
         assert all(cluster.agents[n].active == r for n, r in epochs.roles.items())
-        assert iteration.ledger.done and not iteration.ledger.num_live and iteration._change is None
+        assert iteration.ledger.done and not iteration.ledger.num_live and iteration.role_changes.current is None
         assert Counter(name for batch in cluster.batches for name in batch) == Counter([*iteration.ledger.groups])
         # Nothing is left behind for the next iteration to find.
         assert iteration.ledger.num_live == 0 and not any(node.requests for node in cluster.agents.values())
         assert not any(iteration.leases.at.values()) and not any(any(node.work.values()) for node in cluster.agents.values())
         # What a dead worker had accumulated was trained, and counted, again: not twice.
-        assert iteration.stats() == {"tokens": float(groups)}
+        assert iteration.results.stats() == {"tokens": float(groups)}
         cluster.switches = iteration.tally.switches
         assert not [r for r in journal.read(log.path) if r["type"] == "epoch_refused"]
         assert check(log.graph, iteration.ledger.num_live) == []
@@ -204,7 +204,7 @@ def test_gradients_that_are_lost_while_all_hold_still_for_the_step_are_made_agai
                 cluster.kill(node, "training")
 
     async def awake_with_deaths(self, index, owners):
-        deaths = asyncio.ensure_future(die(self._fleet))
+        deaths = asyncio.ensure_future(die(self.requests._fleet))
         try:
             return await awake(self, index, owners)
         finally:
@@ -234,7 +234,7 @@ def test_a_minibatch_of_fixed_membership_has_its_prompts_in_order(policy, miniba
 @pytest.mark.parametrize("policy", ["threshold", "adaptive", "static", "colocated", "in turn", "published, even shares"])
 def test_a_minibatch_by_completion_has_the_first_complete_groups_once_each(policy, minibatches, tmp_path):
     cluster = run(*POLICIES[policy], 2, tmp_path, minibatches=minibatches, membership="completion")
-    assert [name for batch in cluster.batches for name in batch] == [group.name for group in cluster.iteration._completed]
+    assert [name for batch in cluster.batches for name in batch] == [*cluster.iteration.results._advantages]
 
 
 def test_a_step_waits_for_an_owner_that_alone_still_generates(tmp_path):
@@ -280,7 +280,7 @@ def test_requests_move_while_others_change_roles_and_are_trained_once(often, tmp
 def test_one_and_two_minibatches_end_with_nothing_on_its_way(minibatches, tmp_path):
     cluster = run(*POLICIES["threshold"], 3, tmp_path, minibatches=minibatches)
     assert not any(node.requests or any(node.work.values()) for node in cluster.agents.values())
-    assert cluster.iteration.leases.at == {} and cluster.iteration._leaving == set()
+    assert cluster.iteration.leases.at == {} and cluster.iteration.hand_outs.leaving == set()
 
 
 def test_nodes_that_get_no_request_hold_nothing_up(tmp_path):
@@ -321,18 +321,18 @@ def finished(iteration: Iteration, node: str, sample: str) -> None:
 def test_a_node_that_has_switched_takes_work_of_its_role_also_while_all_hold_still(tmp_path):
     """The switch was under way when they were told to."""
     iteration, _ = bare(homes(2, 0, 1), ["1:0:0"], tmp_path, POLICIES["by node"][1])
-    iteration._turns.give({"n1": "training"})
-    iteration._turns.hold_still()
-    assert iteration._at_work("training") == ["n3"]
+    iteration.hand_outs.turns.give({"n1": "training"})
+    iteration.hand_outs.turns.hold_still()
+    assert iteration.hand_outs.at_work("training") == ["n3"]
     iteration.event_switched("n1", source="rollout", target="training", phases={})
-    assert iteration._at_work("training") == ["n1", "n3"] and iteration._at_work("rollout") == ["n2"]
+    assert iteration.hand_outs.at_work("training") == ["n1", "n3"] and iteration.hand_outs.at_work("rollout") == ["n2"]
 
 
 def test_an_answer_that_completes_while_its_node_gives_up_counts_once(tmp_path):
     """Its verdict comes after the node has left rollout, and once more by a message that was sent again."""
     iteration, _ = bare(homes(2, 0, 1), ["1:0:0", "1:0:1"], tmp_path)
     iteration.ledger.dispatch("n1", iteration.ledger.waiting(2))
-    iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 2}]}))
+    iteration.role_changes.take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 2}]}))
     for _ in range(2):
         finished(iteration, "n1", "1:0:0")
         finished(iteration, "n1", "1:0:1")  # this one is not the node's any more
@@ -350,11 +350,11 @@ def test_a_survivor_without_work_is_woken_by_what_others_gave_up(tmp_path):
         iteration.ledger.dispatch("n2", iteration.ledger.waiting(1))
         finished(iteration, "n2", "1:0:1")
         cluster.agents["n1"].held["1:0:0"] = 2
-        iteration._leaving.add("n1")
+        iteration.hand_outs.leaving.add("n1")
         waiting = asyncio.create_task(iteration.generate())
         await asyncio.sleep(0.05)
         assert cluster.agents["n2"].requests == {}, "it is parked"
-        iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:0", "tokens": 2}]}))
+        iteration.role_changes.take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:0", "tokens": 2}]}))
         await waiting
         assert iteration.ledger.groups["1:0"].holders == {"1:0:0": "n2", "1:0:1": "n2"}
 
@@ -367,7 +367,7 @@ def test_a_group_stays_with_its_finished_members_when_the_others_move(tmp_path):
     iteration.ledger.dispatch("n1", iteration.ledger.waiting(3))
     finished(iteration, "n1", "1:0:0")
     # One in part, one not even begun: that one starts afresh.
-    iteration._take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 4}, {"sample": "1:0:2", "tokens": 0}]}))
+    iteration.role_changes.take_back(Outcome(1, True, given_up={"n1": [{"sample": "1:0:1", "tokens": 4}, {"sample": "1:0:2", "tokens": 0}]}))
     assert dict(iteration.ledger.dispatch("n2", iteration.ledger.waiting(3))) == {"1:0:1": "n1", "1:0:2": None}
     for sample in ("1:0:1", "1:0:2"):
         assert iteration.ledger.groups["1:0"].state == "generating"
@@ -424,7 +424,7 @@ def test_what_a_node_has_given_up_is_known_before_its_death_is_settled(how, tmp_
                 return outcome
 
             iteration._epochs.change = change
-            await iteration._move({"n1": "training"})
+            await iteration.role_changes.carry_out({"n1": "training"})
         assert dict(iteration.ledger.dispatch("n2", iteration.ledger.waiting())) == {"1:0:0": "n1", "1:0:1": "n1"}
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
@@ -436,10 +436,10 @@ def test_a_request_whose_target_has_left_while_it_was_given_up_goes_elsewhere_at
         iteration, cluster = bare(homes(3, 0, 1), ["1:0:0"], tmp_path)
         iteration.ledger.dispatch("n1", ["1:0:0"])
         cluster.agents["n1"].requests["1:0:0"] = [4]
-        iteration._leaving |= {"n1", "n2"}
+        iteration.hand_outs.leaving |= {"n1", "n2"}
         await iteration.requests._relocate("n1", {"1:0:0": "n2"})
         assert iteration.ledger.running == {"1:0:0": "n3"}
-        await asyncio.gather(*iteration._tasks)
+        await asyncio.gather(*iteration._background.tasks)
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(scenario())
@@ -448,22 +448,22 @@ def test_a_request_whose_target_has_left_while_it_was_given_up_goes_elsewhere_at
 def test_moves_that_need_the_same_weights_are_one_change(tmp_path):
     iteration, _ = bare(homes(3, 0, 1), ["1:0:0"], tmp_path)
     moves = {"n1": "inference", "n2": "training"}
-    assert iteration._by_weights(moves) == [(WEIGHTS, moves)]
-    iteration.training_weights = ahead = Weights(WEIGHTS.version + 1, "f00d")
-    assert iteration._by_weights(moves) == [(ahead, {"n2": "training"}), (WEIGHTS, {"n1": "inference"})]
+    assert iteration.role_changes.by_weights(moves) == [(WEIGHTS, moves)]
+    iteration.role_changes.training_weights = ahead = Weights(WEIGHTS.version + 1, "f00d")
+    assert iteration.role_changes.by_weights(moves) == [(ahead, {"n2": "training"}), (WEIGHTS, {"n1": "inference"})]
 
 
 def test_nodes_need_not_dwell_once_all_answers_are_there(tmp_path):
     iteration, _ = bare(homes(1, 0, 1), ["1:0:0"], tmp_path)
-    iteration._policy = Policy(name="threshold", dwell_s=100.0)
+    iteration.role_changes._policy = Policy(name="threshold", dwell_s=100.0)
     looked: list = []
-    iteration.view = lambda to_train: looked.append(to_train) or View({}, {})
-    iteration._last_change = time.monotonic()
-    iteration._consider([])
+    iteration.role_changes.view = lambda to_train: looked.append(to_train) or View({}, {})
+    iteration.role_changes.last = time.monotonic()
+    iteration.role_changes.consider([])
     assert looked == []
     iteration.ledger.dispatch("n1", ["1:0:0"])
     finished(iteration, "n1", "1:0:0")
-    iteration._consider([])
+    iteration.role_changes.consider([])
     assert len(looked) == 1
 
 
@@ -477,7 +477,7 @@ def test_a_move_that_is_refused_is_not_wanted_again_at_once(tmp_path):
         epochs = Epochs(Cluster(home, 0), log, home, 1.0)
         iteration = Iteration(Config(policy=policy), Cluster(home, 0), epochs, WEIGHTS, capabilities(policy, home), set(), ["1:0:0"])
         began = asyncio.get_running_loop().time()
-        await iteration._move({"n1": "training"})
+        await iteration.role_changes.carry_out({"n1": "training"})
         assert asyncio.get_running_loop().time() - began >= 0.1 and epochs.roles == home
         assert "on its way" in iteration.tally.switches[0].reason
 
@@ -498,10 +498,10 @@ def test_of_an_iteration_that_is_given_up_no_further_change_of_roles_begins(tmp_
             return Outcome(1, True)
 
         iteration._epochs.change = change
-        iteration.training_weights = Weights(WEIGHTS.version + 1, "f00d")  # so that it has two halves
+        iteration.role_changes.training_weights = Weights(WEIGHTS.version + 1, "f00d")  # so that it has two halves
         running = asyncio.create_task(iteration._until(lambda: True, lambda: []))
-        iteration._begin({"n1": "training", "n2": "inference"})
-        moving = iteration._change
+        iteration.role_changes.begin({"n1": "training", "n2": "inference"})
+        moving = iteration.role_changes.current
         await asyncio.sleep(0.5)
         running.cancel()  # though everything is trained, it waited for that change
         await asyncio.gather(running, return_exceptions=True)
@@ -540,13 +540,13 @@ def test_a_request_whose_hand_out_failed_needs_a_rollout_node_also_while_it_is_n
         monitor = Monitor(config, clock=asyncio.get_running_loop().time)
         iteration = cluster.iteration = Iteration(config, cluster, epochs, WEIGHTS, may, set(), samples, monitor=monitor)
         cluster.lengths = lambda sample: 10**6
-        iteration._hand_out(Minibatch(0))
+        iteration.hand_outs.hand_out(Minibatch(0))
         epochs.roles["n1"], epochs.num_changes = "training", 1
         for seconds in (0.05, 0.3):  # before and after the pause
             await asyncio.sleep(seconds)
             seen = monitor.situation(iteration.ledger, epochs.roles, may, lambda group: True, True, {})
-            assert iteration._num_to_generate() == seen.live == len(seen.lengths) == 4
-        for task in [*cluster.tasks, *iteration._tasks]:
+            assert iteration.role_changes.num_to_generate() == seen.live == len(seen.lengths) == 4
+        for task in [*cluster.tasks, *iteration._background.tasks]:
             task.cancel()
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:

@@ -1,25 +1,27 @@
 """Ending an iteration at the very moment at which something happens in it."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from pretend_cluster import VirtualTime
 
-from dynarl.config.schema import Config
+from dynarl.controller.background import Background, Bell
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.leases import ReplicaTorn
-from dynarl.controller.telemetry import Monitor
 
 
 class Idle(Iteration):
     """An iteration in which there is never anything to hand out. fails_in: round in which that fails."""
 
     def __init__(self, fails_in=None):
-        self._error, self._change, self._turns, self._alarm, self._tasks = None, None, None, None, set()
-        self._changed = asyncio.Event()
-        self._monitor, self.rounds, self.fails_in = Monitor(Config()), 0, fails_in
+        self._bell = Bell()
+        self._background = Background(self._bell)
+        self.role_changes = SimpleNamespace(current=None, consider=lambda to_train: None)
+        self.hand_outs = SimpleNamespace(hand_out=self._hand_out, turns=None)
+        self.rounds, self.fails_in = 0, fails_in
 
-    def _hand_out(self, to_train):
+    def _hand_out(self, to_train, changing=False):
         self.rounds += 1
         if self.rounds == self.fails_in:
             raise KeyError("1:0") from OSError("its cause")
@@ -29,16 +31,13 @@ class Idle(Iteration):
     def _pause_s(self):
         return 0.1
 
-    def _consider(self, to_train):
-        pass
-
 
 def test_a_cancellation_together_with_an_event_ends_it():
     async def cancelled_with_an_event(turns: int) -> None:
         iteration = Idle()
         task = asyncio.create_task(iteration._until(lambda: False, lambda: []))
         await asyncio.sleep(0.01)
-        iteration._wake()
+        iteration._bell.ring()
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
@@ -81,7 +80,7 @@ def test_one_that_fails_in_the_background_meanwhile_does_so_too():
     async def fails():
         raise torn
 
-    seconds, raised, _ = stepping(iteration, lambda: iteration._spawn(fails(), lambda: None))
+    seconds, raised, _ = stepping(iteration, lambda: iteration._background.spawn(fails(), lambda: None))
     assert raised is torn and seconds < 1.0
 
 
@@ -90,8 +89,8 @@ def test_a_step_that_fails_says_so_itself_and_what_was_handed_out_meanwhile_is_g
     held = []
 
     def hand_out():
-        iteration._spawn(asyncio.sleep(3600), lambda: None)
-        held.extend(iteration._tasks)
+        iteration._background.spawn(asyncio.sleep(3600), lambda: None)
+        held.extend(iteration._background.tasks)
 
     _, raised, _ = stepping(iteration, hand_out, error)
     assert raised is error and [task.cancelled() for task in held] == [True]
@@ -100,7 +99,7 @@ def test_a_step_that_fails_says_so_itself_and_what_was_handed_out_meanwhile_is_g
 def test_an_error_is_not_lost_where_what_was_waited_for_is_there_at_the_same_time():
     async def both():
         iteration = Idle()
-        iteration._error = ReplicaTorn("a lease reached only some of its nodes")
+        iteration._background.fail(ReplicaTorn("a lease reached only some of its nodes"))
         await iteration._until(lambda: True, None)
 
     with pytest.raises(ReplicaTorn):
