@@ -197,15 +197,6 @@ def controller_log(run: Path, attempt: int) -> Path:
     return logs(run, attempt) / "controller.log"
 
 
-def agent_log(run: Path, attempt: int, node: str) -> Path:
-    return logs(run, attempt) / f"{node}-agent.log"
-
-
-def worker_log(run: Path, attempt: int, node: str, role: str, device: int, start: int) -> Path:
-    """Log of the `start`-th process (from 1) that had this role on this device in this attempt."""
-    return logs(run, attempt) / f"{node}-{role}-{device}.{start}.log"
-
-
 # Checkpoints
 
 

@@ -30,7 +30,6 @@ integers to find the region, and rounds x r x hops for the rates. No work per na
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,11 +64,13 @@ class FlowNetwork:
     """Transfers under way on a topology."""
 
     def __init__(self, topology: Topology) -> None:
-        self._use(topology)
+        self.topology = topology
+        # The route of a single message, which mostly goes where others went.
+        self._way = lru_cache(2**16)(topology.routes)
         self.now_ns = 0
         self.delivered_bytes = 0
         self._transfers: dict[int, Transfer] = {}
-        self._next_id = self._epoch = 0
+        self._next_id = 0
         # Messages without gaps, in the first rows; those of a transfer that ends make room for the last ones.
         self._rows, self._count = np.empty(64, MESSAGE), 0
         # Links by hop and row: searched far more often than written.
@@ -93,7 +94,7 @@ class FlowNetwork:
         n, rows = self.topology.num_devices, self._rows[first : self._count]
         self._route[:, first : self._count] = route.T
         rows["transfer"] = self._next_id
-        rows["pair"] = (self._epoch * n + src) * n + dst
+        rows["pair"] = src * n + dst
         rows["nbytes"] = rows["left"] = nbytes
         rows["rate"], rows["since_ns"] = 0.0, now_ns
         at_once = (nbytes == 0) | (route == NO_LINK).all(axis=1)
@@ -147,25 +148,9 @@ class FlowNetwork:
         self._remove(transfer, mine)
         return left
 
-    def change(self, now_ns: int, topology: Topology) -> None:
-        """From now on other capacities and routes, over the same links. Messages under way keep their route; one on a
-        link that has no capacity now is halted until it has."""
-        self.advance(now_ns)
-        if topology.num_links != self.topology.num_links:
-            raise ValueError(f"{topology.num_links} links: the new topology needs {self.topology.num_links}, as before")
-        changed = topology.capacity_bytes_per_s != self.topology.capacity_bytes_per_s
-        self._dirty[:-1] |= changed
-        self._use(topology)
-        self._epoch += 1
-
     def tag(self, transfer: int) -> object:
         """What `start` was given for it."""
         return self._transfers[transfer].tag
-
-    def users(self, links: Iterable[int]) -> dict[int, object]:
-        """Transfers that have messages on one of the links: id to tag."""
-        mine = np.isin(self._route[:, : self._count], list(links)).any(axis=0)
-        return {int(i): self._transfers[int(i)].tag for i in np.unique(self._rows["transfer"][: self._count][mine])}
 
     def halted(self) -> dict[int, tuple[object, str]]:
         """Transfers with messages that do not move: id to tag and the name of the link that has no capacity."""
@@ -177,11 +162,6 @@ class FlowNetwork:
             dead = min(links, key=lambda link: self.topology.capacity_bytes_per_s[link])
             still.setdefault(transfer, (self._transfers[transfer].tag, self.topology.link_name(int(dead))))
         return still
-
-    def _use(self, topology: Topology) -> None:
-        self.topology = topology
-        # The route of a single message, which mostly goes where others went.
-        self._way = lru_cache(2**16)(topology.routes)
 
     def _mark(self, route: np.ndarray) -> None:
         self._dirty[route] = True

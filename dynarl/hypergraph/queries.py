@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dynarl.hypergraph.edges import dataflow, devices, placement, residency, seen
+from dynarl.hypergraph.edges import dataflow, devices, residency, seen
 from dynarl.hypergraph.graph import Graph
 
 
@@ -23,11 +23,6 @@ class Stage(NamedTuple):
     component: str
     end_s: float
     alone_s: float
-
-
-def devices_by_component(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Devices that each component has to itself, in the order of the workflow."""
-    return {name: placement(graph, name).vertices[1:] for name in graph.workflow.roles}
 
 
 def free_pool(graph: Graph) -> tuple[str, ...]:

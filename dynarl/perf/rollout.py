@@ -93,10 +93,6 @@ class StepModel:
         padded = self.bucket(batch)
         return self.fixed_s + max(self._read(batch), self.compute_s * padded) + self.per_request_s * padded
 
-    def prefill_seconds(self, tokens: int, held_tokens: int = 0) -> float:
-        """Of `tokens` of one request behind `held_tokens` that are in the cache."""
-        return self.prefill_batch_seconds(tokens, tokens * held_tokens + tokens * (tokens - 1) // 2)
-
     def prefill_batch_seconds(self, tokens: int, pairs: int) -> float:
         """Of several requests at once; pairs: tokens before each of theirs, summed over all `tokens`."""
         if not tokens:

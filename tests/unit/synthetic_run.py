@@ -87,10 +87,10 @@ class SyntheticRun:
             self.wait(0.1)
             self.roles[node] = home
             self.record("agent_up", node=node, rank=rank, home=home)
-            self.log(rundir.agent_log(self.run, self.attempt, node), f"{node} INFO agent up, rank {rank}")
+            self.log(rundir.logs(self.run, self.attempt) / f"{node}-agent.log", f"{node} INFO agent up, rank {rank}")
             for role in dict.fromkeys([home, "training"]):
                 self.record("worker_up", node=node, role=role, device=0, attempt=1)
-                self.log(rundir.worker_log(self.run, self.attempt, node, role, 0, 1), f"{node}-{role}-0 INFO up")
+                self.log(rundir.logs(self.run, self.attempt) / f"{node}-{role}-0.1.log", f"{node}-{role}-0 INFO up")
         self.record("step_launched", step=self.attempt, command=["srun", "..."], nodes=self.nodes)
         self.record("epoch_committed", epoch=0, roles=self.roles, moves=[], phases={}, pause_ms=0.0)
         self.log(rundir.controller_log(self.run, self.attempt), "controller INFO all agents are up")

@@ -234,13 +234,13 @@ def test_a_cancelled_transfer_tells_what_is_left_and_frees_its_share():
         network.cancel(first)
 
 
-def test_a_dead_link_halts_its_messages_until_it_is_back():
-    network = FlowNetwork(SWITCH)
-    network.start(0, 0, 2, 1000, "weights")
+def test_a_dead_link_halts_its_messages_and_is_named():
     dead = SWITCH.capacity_bytes_per_s.copy()
     dead[SWITCH.route(0, 2)[0]] = 0.0
-    network.change(400, type(SWITCH)(**{**vars(SWITCH), "capacity_bytes_per_s": dead}))
+    network = FlowNetwork(type(SWITCH)(**{**vars(SWITCH), "capacity_bytes_per_s": dead}))
+    halted, other = network.start(0, 0, 2, 1000, "weights"), network.start(0, 1, 2, 1000)
+    assert network.next_completion() == (1000, other)
+    network.advance(1000)
+    network.finish(other)
     assert network.next_completion() is None
-    assert network.halted() == {0: ("weights", "NIC of device 0 out")}
-    network.change(1400, SWITCH)
-    assert network.next_completion() == (2000, 0) and network.halted() == {}
+    assert network.halted() == {halted: ("weights", "NIC of device 0 out")}

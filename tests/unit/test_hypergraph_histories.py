@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynarl.hypergraph.check import check, check_proposal
-from dynarl.hypergraph.edges import edges, vertices
+from dynarl.hypergraph.edges import edges, placement, vertices
 from dynarl.hypergraph.fold import fold
 from dynarl.hypergraph.graph import Move
-from dynarl.hypergraph.queries import critical_path, devices_by_component, free_pool, staleness, waits
+from dynarl.hypergraph.queries import critical_path, free_pool, staleness, waits
 
 HOMES = {"r1": "rollout", "r2": "rollout", "i1": "inference", "t1": "training"}
 MAY = {"rollout": ("rollout", "training"), "inference": ("inference", "training"), "training": ("training",)}
@@ -120,7 +120,7 @@ def test_a_history_that_keeps_the_rules_breaks_none_at_any_record(history):
         fold([record], graph)
         assert graph.faults == []
         assert {v for edge in edges(graph) for v in edge.vertices} <= set(vertices(graph))
-        busy = [device for placed in devices_by_component(graph).values() for device in placed]
+        busy = [device for role in graph.workflow.roles for device in placement(graph, role).vertices[1:]]
         assert len(busy) == len(set(busy)) and sorted([*busy, *free_pool(graph)]) == sorted(
             v for v in vertices(graph) if v.startswith("device/"))
         waits(graph), critical_path(graph), staleness(graph)

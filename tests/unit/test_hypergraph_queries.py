@@ -3,9 +3,7 @@ from graph_records import change, decision, job, records
 
 from dynarl.hypergraph.edges import edges
 from dynarl.hypergraph.fold import fold
-from dynarl.hypergraph.queries import (
-    Stage, Wait, critical_path, devices_by_component, free_pool, staleness, waits,
-)
+from dynarl.hypergraph.queries import Stage, Wait, critical_path, free_pool, staleness, waits
 
 NODES, HOMES = ("r1", "i1", "t1"), ("rollout", "inference", "training")
 START = ("iteration_started", {"iteration": 1, "version": 4, "samples": ["1:0:0", "1:0:1"]})
@@ -21,13 +19,6 @@ def graph(*events, **config):
 def moved(*events):
     after = {"r1": "rollout", "i1": "training", "t1": "training"}
     return graph(*change(1, after, i1=("inference", "training")), *events)
-
-
-def test_devices_are_listed_by_the_component_that_runs_on_them():
-    two = graph(cluster={"devices_per_node": 2})
-    assert devices_by_component(two)["inference"] == ("device/i1:0", "device/i1:1")
-    assert devices_by_component(moved()) == {
-        "rollout": ("device/r1:0",), "inference": (), "training": ("device/i1:0", "device/t1:0")}
 
 
 def test_devices_of_nodes_without_a_role_are_free():

@@ -86,7 +86,7 @@ def test_following_shows_new_lines_of_new_files_and_ends_with_the_run(synthetic,
 
     def write():
         time.sleep(0.1)
-        synthetic.log(rundir.worker_log(synthetic.run, 1, "n9", "rollout", 0, 2), "late line")
+        synthetic.log(rundir.logs(synthetic.run, 1) / "n9-rollout-0.2.log", "late line")
         synthetic.end()
 
     writer = threading.Thread(target=write)

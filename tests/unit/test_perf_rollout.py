@@ -139,8 +139,9 @@ def test_a_prefill_is_linear_in_tokens_and_in_pairs_of_tokens():
     step = StepModel.of(H100, QWEN_7B, 1, PEAK)
     products_s = 4000 * 2 * QWEN_7B.active_params / H100.flops
     pairs_s = QWEN_7B.flops_per_pair * (4000 * 3999 / 2) / H100.flops
-    assert step.prefill_seconds(4000) == pytest.approx(H100.step_overhead_s + products_s + pairs_s)
-    behind_s = step.prefill_seconds(4000, held_tokens=1000) - step.prefill_seconds(4000)
+    alone_s = step.prefill_batch_seconds(4000, pairs=4000 * 3999 // 2)
+    assert alone_s == pytest.approx(H100.step_overhead_s + products_s + pairs_s)
+    behind_s = step.prefill_batch_seconds(4000, pairs=4000 * 3999 // 2 + 4000 * 1000) - alone_s
     assert behind_s == pytest.approx(QWEN_7B.flops_per_pair * 4000 * 1000 / H100.flops)
 
 
@@ -148,7 +149,7 @@ def test_a_scaled_engine_is_slower_by_the_same_factor_in_everything():
     step = StepModel.of(H100, ModelCost.of("qwen3-30b-a3b"), 2)
     slow = step.scaled(1.1)
     assert slow.seconds(7, 5000) == pytest.approx(1.1 * step.seconds(7, 5000))
-    assert slow.prefill_seconds(700, 50) == pytest.approx(1.1 * step.prefill_seconds(700, 50))
+    assert slow.prefill_batch_seconds(700, 10**6) == pytest.approx(1.1 * step.prefill_batch_seconds(700, 10**6))
 
 
 # ---- KV memory

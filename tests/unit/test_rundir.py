@@ -97,7 +97,6 @@ def test_attempts_count_from_one(root):
     run = rundir.create(root, "a")
     assert [rundir.new_attempt(run) for _ in range(11)][-1] == 11
     assert rundir.attempts(run) == list(range(1, 12))
-    assert rundir.worker_log(run, 11, "n-1", "rollout", 0, 2) == run / "logs/11/n-1-rollout-0.2.log"
 
 
 def test_only_a_checkpoint_with_its_marker_counts(root):

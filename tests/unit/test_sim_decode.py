@@ -33,7 +33,7 @@ def test_a_request_alone_takes_its_prefill_and_a_step_for_every_token():
     engine.add(5, one_turn(0, 300, 200))
     (event,) = finish_all(engine)
     steps_s = sum(model.seconds(1, 300 + done) for done in range(200))
-    assert event.at_ns == pytest.approx(5 + 1e9 * (model.prefill_seconds(300) + steps_s), abs=2)
+    assert event.at_ns == pytest.approx(5 + 1e9 * (model.prefill_batch_seconds(300, 300 * 299 // 2) + steps_s), abs=2)
 
 
 def test_a_request_that_comes_waits_for_the_step_under_way_and_no_longer():
