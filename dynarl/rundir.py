@@ -6,7 +6,7 @@
     <root>/<run id>/config.yaml                  as submitted, complete
                     journal.jsonl                see hypergraph/journal.py
                     metrics.jsonl  tensorboard/
-                    trace.jsonl                  see controller/trace.py
+                    trace.jsonl  trace.1.jsonl   see controller/trace.py; the second is the older part
                     jobs                         Slurm job ids of this run, one per line, oldest first
                     keys/                        0700; the only place for secrets
                     logs/<attempt>/              one directory for each start of the controller, from 1
@@ -138,6 +138,11 @@ def metrics(run: Path) -> Path:
 
 def trace(run: Path) -> Path:
     return run / "trace.jsonl"
+
+
+def older_trace(run: Path) -> Path:
+    """What stood in `trace` until that was full."""
+    return run / "trace.1.jsonl"
 
 
 def tensorboard(run: Path) -> Path:

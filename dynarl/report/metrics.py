@@ -21,6 +21,10 @@ from dynarl.lines import LineReader
 
 log = logging.getLogger(__name__)
 
+# Of `trace.jsonl`. When it is full it becomes `trace.1.jsonl`, in place of the one before: so the newest iterations stay,
+# between one and two files full of them, however long the job runs.
+TRACE_BYTES = 64 << 20
+
 
 class MetricsWriter:
     """Appends to the metrics of a run. `resume_step`: the step that this start of the controller logs first."""
@@ -31,13 +35,15 @@ class MetricsWriter:
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # the last start was killed in the middle of a line
         self._board = _open_board(rundir.tensorboard(run), resume_step)
-        self._trace = rundir.trace(run)
+        self._trace, self._older_trace = rundir.trace(run), rundir.older_trace(run)
 
     def trace(self, line: bytes) -> None:
         """Add a line to the run's trace (`controller.trace`), which is far larger than the scalars."""
         fd = os.open(self._trace, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, line)
+            if os.fstat(fd).st_size >= TRACE_BYTES:
+                os.replace(self._trace, self._older_trace)
         finally:
             os.close(fd)
 

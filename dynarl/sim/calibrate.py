@@ -11,6 +11,7 @@ Times are seen from the controller, messages included, so messages take no time 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class NoTrace(DynarlError):
 def read(run: Path) -> list[Line]:
     """The lines of a run's trace, oldest first. Raises NoTrace."""
     lines = []
-    for line in LineReader(rundir.trace(run)):
+    for line in itertools.chain(LineReader(rundir.older_trace(run)), LineReader(rundir.trace(run))):
         try:
             lines.append(msgspec.json.decode(line))
         except msgspec.DecodeError:  # cut short by a crash

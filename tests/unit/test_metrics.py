@@ -7,6 +7,7 @@ import pytest
 
 from dynarl import rundir
 from dynarl.report.metrics import MetricsReader, MetricsWriter
+from dynarl.sim import calibrate
 
 
 @pytest.fixture
@@ -95,6 +96,17 @@ def test_writing_metrics_loads_no_tensor_library(run):
     )
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_a_trace_that_is_full_makes_room_for_newer_iterations(run, monkeypatch):
+    monkeypatch.setattr("dynarl.report.metrics.TRACE_BYTES", 40)
+    writer = MetricsWriter(run)
+    for iteration in range(1, 9):
+        writer.trace(b'{"iteration":%d}\n' % iteration)
+        kept = [line["iteration"] for line in calibrate.read(run)]
+        assert kept == list(range(kept[0], iteration + 1)) and 3 <= len(kept) + 3 - min(iteration, 3) <= 6
+        assert rundir.trace(run).exists() + rundir.older_trace(run).exists() <= 2
+    writer.close()
 
 
 def test_the_trace_is_for_its_owner_only(run):
