@@ -109,17 +109,16 @@ class Epochs:
 
     def switched(self, node: str, role: str, phases: dict[str, float]) -> Outcome:
         """A node whose roles take turns by themselves is in `role` now: on record as an epoch of its own, that nobody
-        voted on. phases: milliseconds."""
+        voted on. phases: milliseconds. The record is a short one: every node writes several in every iteration."""
         self.epoch += 1
         moves = [{"node": node, "source": self.roles[node], "target": role}]
         self.roles[node] = role
         self.num_changes += 1
         outcome = Outcome(self.epoch, True, phases=phases, pause_ms=sum(phases.values()))
-        reason = "its devices are free for this role"
-        self._journal.append("epoch_proposed", epoch=self.epoch, moves=moves, reason=reason)
         self._journal.append(
-            "epoch_committed", epoch=self.epoch, roles=self.roles, moves=moves, phases=phases, pause_ms=outcome.pause_ms
-        )
+            "role_switched", epoch=self.epoch, moves=moves, pause_ms=round(outcome.pause_ms, 2),
+            phases={name: round(each_ms, 2) for name, each_ms in phases.items()},
+        )  # fmt: skip
         return outcome
 
     def _broken(self, moves: dict[str, str], reason: str, live_requests: int) -> str:

@@ -142,7 +142,10 @@ def _set_role(graph: Graph, node: str, role: str, t: float) -> None:
     if role not in graph.workflow.roles:
         _fault(graph, f"node {node} got {role!r}, which is not one of {', '.join(graph.workflow.roles)}")
     if graph.roles.get(node) != role:
-        graph.spans.setdefault(node, []).append((t, role))
+        spans = graph.spans.setdefault(node, [])
+        if graph.newest_only:
+            spans.clear()
+        spans.append((t, role))
     graph.roles[node] = role
 
 
@@ -164,8 +167,14 @@ def _moves(r: Record) -> list[Move]:
     return [Move(m["node"], m["source"], m["target"]) for m in r.get("moves") or []]
 
 
+def _add_epoch(graph: Graph, epoch: Epoch) -> None:
+    if graph.newest_only:
+        graph.epochs.clear()
+    graph.epochs.append(epoch)
+
+
 def _epoch_proposed(graph: Graph, r: Record) -> None:
-    graph.epochs.append(Epoch(r["epoch"], _moves(r), r["t"], iteration=graph.iteration, reason=r.get("reason")))
+    _add_epoch(graph, Epoch(r["epoch"], _moves(r), r["t"], iteration=graph.iteration, reason=r.get("reason")))
     graph.last_number = max(graph.last_number, r["epoch"])
 
 
@@ -175,7 +184,7 @@ def _settle(graph: Graph, r: Record, state: str) -> Epoch:
     if epoch is None or epoch.number != r["epoch"] or epoch.state != "proposed":
         _fault(graph, f"epoch {r['epoch']} {state} without having been proposed")
         epoch = Epoch(r["epoch"], _moves(r), iteration=graph.iteration)
-        graph.epochs.append(epoch)
+        _add_epoch(graph, epoch)
     epoch.state, epoch.ended_t = state, r["t"]
     return epoch
 
@@ -186,10 +195,7 @@ def _epoch_committed(graph: Graph, r: Record) -> None:
     if not moves:
         graph.homes |= r["roles"]
     else:
-        epoch = _settle(graph, r, "committed")
-        epoch.moves, epoch.pause_ms, epoch.phases = moves, r.get("pause_ms"), dict(r.get("phases") or {})
-        if epoch.number <= graph.epoch:
-            _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
+        _carried_out(graph, r, _settle(graph, r, "committed"), moves)
         _check_moves(graph, moves, r["roles"])
     graph.ready, graph.ready_t = True, graph.ready_t or r["t"]
     if r.get("live_requests") and "rollout" not in r["roles"].values():
@@ -197,6 +203,24 @@ def _epoch_committed(graph: Graph, r: Record) -> None:
     graph.epoch = r["epoch"]
     for node, role in r["roles"].items():
         _set_role(graph, node, role, r["t"])
+
+
+def _role_switched(graph: Graph, r: Record) -> None:
+    """A node has changed its role by itself: an epoch of its own, which nobody proposed and nobody voted on."""
+    moves = _moves(r)
+    epoch = Epoch(r["epoch"], moves, r["t"], "committed", r["t"], graph.iteration)
+    _add_epoch(graph, epoch)
+    _carried_out(graph, r, epoch, moves)
+    _check_moves(graph, moves, {move.node: move.target for move in moves})
+    graph.epoch, graph.last_number = r["epoch"], max(graph.last_number, r["epoch"])
+    for move in moves:
+        _set_role(graph, move.node, move.target, r["t"])
+
+
+def _carried_out(graph: Graph, r: Record, epoch: Epoch, moves: list[Move]) -> None:
+    epoch.moves, epoch.pause_ms, epoch.phases = moves, r.get("pause_ms"), dict(r.get("phases") or {})
+    if epoch.number <= graph.epoch:
+        _fault(graph, f"epoch {epoch.number} committed after epoch {graph.epoch}")
     if graph.iterations and any(move.target == "training" for move in moves):
         graph.iterations[graph.iteration].into_training = True
 
@@ -323,6 +347,7 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "epoch_proposed": _epoch_proposed,
     "epoch_committed": _epoch_committed,
     "epoch_cancelled": _epoch_cancelled,
+    "role_switched": _role_switched,
     "iteration_started": _iteration_started,
     "step_committed": _step_committed,
     "warm_start_done": _warm_start_done,

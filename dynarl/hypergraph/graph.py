@@ -88,9 +88,11 @@ class Graph:
     each node the (time, role) of every change, role None while it has none; staged: newest version of the weights on
     each node; in_transit: the version that is on its way to them; next_layout: that the trainer is changing to;
     decision: the last one of the scheduler; last_number: the highest that an epoch or a decision had, from which later
-    starts of the controller count on; faults: rules found broken by the records.
+    starts of the controller count on; faults: rules found broken by the records. newest_only: of `spans` and `epochs`
+    only the last one is kept, for a writer that lives as long as the job.
     """
 
+    newest_only: bool = False
     version: int = 0
     run: str | None = None
     job_id: str | None = None

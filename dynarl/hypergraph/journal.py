@@ -126,12 +126,13 @@ def follow(path: Path | str, poll_s: float = 0.2) -> Iterator[Record]:
 class Journal:
     """The one writer of a journal, for use from one thread. Raises JournalTaken if somebody else has become it.
 
-    graph: of all records, also those that were there before; it counts the samples of the running iteration only.
+    graph: of all records, also those that were there before; it counts the samples of the running iteration only, and has
+    only the newest of the changes of roles.
     """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        self.graph = Graph(samples=SampleCount(newest=1))
+        self.graph = Graph(newest_only=True, samples=SampleCount(newest=1))
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _sync_directory(self.path.parent)
         self._reader = Reader(self.path)

@@ -222,6 +222,10 @@ class _Story:
             told = {name: r.get(name) for name in ("pause_ms", "phases", "given_up", "live_requests")}
             self._epoch |= {"state": "committed", **told}
 
+    def on_role_switched(self, r: Record) -> None:
+        epoch = self._change(r, "committed", "its devices were free for this role")
+        epoch |= {name: r.get(name) for name in ("pause_ms", "phases")}
+
     def on_epoch_cancelled(self, r: Record) -> None:
         if self._epoch and self._epoch["epoch"] == r["epoch"]:
             rolled_back = bool(r.get("rolled_back"))

@@ -9,6 +9,8 @@ import pytest
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import Fleet, StepLost
 from dynarl.hypergraph import journal
+from dynarl.hypergraph.fold import fold
+from dynarl.report.explain import entries
 from dynarl.wire import CallError
 
 HOME = {"n1": "rollout", "n2": "rollout", "n3": "inference", "n4": "training", "n5": "training"}
@@ -346,3 +348,35 @@ def test_moves_that_would_break_a_rule_are_refused_before_anybody_is_asked(tmp_p
     assert refused["broken"] == ["4 requests are live, but no node has the role rollout"]
     assert [move["node"] for move in refused["moves"]] == ["n1", "n2"]
     assert (proposed["epoch"], committed["epoch"]) == (11, 11)
+
+
+def test_a_node_that_switches_by_itself_is_on_record_in_a_line_whose_length_is_that_of_one_node(tmp_path):
+    """Every node writes several in every iteration, of jobs with a thousand nodes."""
+    lengths = []
+    for number in (2, 1000):
+        home = {f"n{index:04d}": "rollout" for index in range(number)}
+        log = journal.Journal(tmp_path / f"{number}.jsonl")
+        for node, role in home.items():
+            log.append("agent_up", node=node, home=role)
+        epochs = Epochs(Agents(), log, dict(home), 1.0)
+        before = log.path.stat().st_size
+        outcome = epochs.switched("n0001", "training", {"sleep_ms": 1.23456, "load_ms": 2.0})
+        lengths.append(log.path.stat().st_size - before)
+        assert outcome.committed and outcome.pause_ms == pytest.approx(3.23456)
+        assert log.graph.roles == epochs.roles == home | {"n0001": "training"} and log.graph.faults == []
+        log.close()
+    assert lengths[1] <= lengths[0] + 8 < 300  # its own number is longer
+
+
+def test_the_writer_of_a_long_journal_keeps_the_newest_change_only(tmp_path):
+    log = journal.Journal(tmp_path / "journal.jsonl")
+    log.append("agent_up", node="n1", home="rollout")
+    epochs = Epochs(Agents(), log, {"n1": "rollout"}, 1.0)
+    for number in range(50):
+        epochs.switched("n1", "training" if number % 2 == 0 else "rollout", {"load_ms": 1.0})
+    assert [epoch.number for epoch in log.graph.epochs] == [50] and len(log.graph.spans["n1"]) == 1
+    log.close()
+    whole = fold(journal.read(log.path))
+    assert len(whole.committed) == 50 and len(whole.spans["n1"]) == 51 and whole.faults == []
+    assert (whole.roles, whole.epoch, whole.last_number) == ({"n1": "rollout"}, 50, 50)
+    assert [(entry.kind, entry.result()) for entry in entries(journal.read(log.path))][-1][0] == "roles"
