@@ -1,5 +1,8 @@
 """How fast each instance decodes, learned from what the workers report.
 
+For the router: it tells instances apart, and forgets within a minute. Forecasts take the time of a step from
+`scheduler.costs.StepTime`, one law for all instances, which also charges for the tokens that requests hold.
+
 Pure: fed with what the workers report, times passed in.
 """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from dynarl.config.schema import LENDING
 from dynarl.hypergraph.graph import Graph, Move
 
 
@@ -76,8 +77,7 @@ def _move(graph: Graph, move: Move) -> Iterator[str]:
 
 
 def _lends(graph: Graph) -> bool:
-    lending = ("colocated", "in_turn", "published")  # whatever policy.lend_owners says
-    return graph.setting("policy", "name") in lending or graph.setting("policy", "lend_owners", False)
+    return graph.setting("policy", "name") in LENDING or graph.setting("policy", "lend_owners", False)
 
 
 def _workers(graph: Graph, node: str, role: str) -> Iterator[str]:

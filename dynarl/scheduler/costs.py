@@ -60,7 +60,8 @@ class Errors:
 
 
 class StepTime:
-    """Seconds of a decode step over running requests and the tokens that they hold.
+    """Seconds of a decode step over running requests and the tokens that they hold: one law for all engines, for loads
+    that no engine has had yet. Which of them is slower at the moment, the router learns in `dataflow.speeds`.
 
     >>> model = StepTime()
     >>> for running in (1, 4, 8, 2, 16, 8) * 8:
