@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("graph", cls=output.Command)
-@click.argument("run", default="last")
-@output.format_option("text", "png", "svg", "json", default="text")
-@click.option(
-    "--output",
-    "target",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write; default graph.png or .svg in the run's directory, JSON to stdout.",
-)
+@output.picture_options("graph")
 @click.option("--at", "version", type=int, help="As it was after this record of the journal; default the last.")
 def command(run: str, output_format: str, target: Path | None, version: int | None) -> None:
     """What runs where, what flows between, and who holds which state. RUN: its id, the start of it, a Slurm job id, or

@@ -6,6 +6,7 @@ unless the key says otherwise (`_ms`). In JSON mode an error is an object on std
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -67,6 +68,21 @@ def format_option(*formats: str, default: str | None = "table") -> Callable:
     return click.option(
         "-o", "--format", "output_format", type=click.Choice(choices), callback=fill_in, is_eager=True, help=help_text
     )
+
+
+def picture_options(stem: str) -> Callable:
+    """What a command takes that draws a run: RUN, the form, and `--output`, passed on as `target`."""
+    options = (
+        click.argument("run", default="last"),
+        format_option("text", "png", "svg", "json", default="text"),
+        click.option(
+            "--output",
+            "target",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help=f"File to write; default {stem}.png or .svg in the run's directory, JSON to stdout.",
+        ),
+    )
+    return lambda command: functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
 def print_json(data: dict[str, Any], target: Path | None = None) -> None:

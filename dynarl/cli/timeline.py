@@ -23,14 +23,7 @@ def _range(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command("timeline", cls=output.Command)
-@click.argument("run", default="last")
-@output.format_option("text", "png", "svg", "json", default="text")
-@click.option(
-    "--output",
-    "target",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write; default timeline.png or .svg in the run's directory, JSON to stdout.",
-)
+@output.picture_options("timeline")
 @click.option("--iterations", "window", metavar="FIRST-LAST", callback=_range, help="Only this part of the run.")
 def command(run: str, output_format: str, target: Path | None, window: tuple[int, int] | None) -> None:
     """Which node had which role when, with remaps and iterations. RUN: its id, the start of it, a job id, or `last`."""
