@@ -74,7 +74,7 @@ def test_nodes_go_to_the_stage_that_holds_the_others_up():
     assert back.nodes["training"] > 3
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.floats(0.1, 100), st.floats(0.01, 50), st.floats(0.01, 100),
        st.sampled_from([{}, {"inference": 4, "training": 32}, {"training": 3}]))
 def test_what_is_proposed_is_never_forecast_to_be_slower_and_uses_every_node(rollout, inference, training, r_s, i_s, t_s, chunks):
