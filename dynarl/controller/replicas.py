@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from dynarl.vps.layout import LayoutError
@@ -23,6 +24,7 @@ class Replica(NamedTuple):
     places: tuple[Place, ...]
 
     @property
+    @cache  # there are no more of them than workers, and every lease asks
     def nodes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(node for node, _ in self.places))
 

@@ -45,13 +45,13 @@ class Requests:
 
     def hand_out(self, *, rebalance: bool) -> None:
         """Give waiting requests to nodes; when none waits, and if `rebalance`, move running ones between them."""
-        nodes, now = self._at_work("rollout"), asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         if self._ledger.num_waiting:
-            for node, samples in self.router.place(self._ledger, nodes, now).items():
+            for node, samples in self.router.place(self._ledger, self._at_work("rollout"), now).items():
                 self._send(node, samples)
         elif rebalance and now >= self.rebalance_at:
             began = self._stopwatch()
-            self._rebalance(nodes, now)
+            self._rebalance(self._at_work("rollout"), now)
             self.rebalance_at = now + max(REBALANCE_S, (self._stopwatch() - began) / REBALANCE_SHARE)
 
     def _send(self, node: str, samples: list[str]) -> None:

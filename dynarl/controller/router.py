@@ -9,7 +9,7 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,16 @@ EQUAL = 1.25
 # Where there are many nodes, so many of those that end last, of those that end first and of the fastest are looked at
 # for moves. The others are in between, and there is a next look.
 LOOKED_AT = 6
+
+
+class _Columns(NamedTuple):
+    """The requests that run on a node: when each was handed out, how many tokens it had before, and how many of these
+    tools wrote."""
+
+    samples: list[str]
+    since: np.ndarray
+    before: np.ndarray
+    masked: np.ndarray
 
 
 class Router:
@@ -59,6 +69,7 @@ class Router:
         self._known: set[str] = set()
         self._look_again = -math.inf
         self._taken: dict[str, tuple[float, int, float]] = {}  # node -> memory, for so many requests, at that time
+        self._columns: dict[str, _Columns] = {}  # node -> of what runs there
         self.move_s = FIRST_MOVE_S
         self._estimate([])
 
@@ -232,12 +243,24 @@ class Router:
     def _progress(self, ledger: Ledger, node: str, now: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens so far, those of them that were sampled, and those still expected, of each request that runs on a node.
         """
-        samples = ledger.running_on(node)
+        samples, since, before, masked = self._columns_of(ledger, node, now)
         step_s = self._step_s(node, len(samples))
-        begun = np.array([self._begun.get(sample, (now, 0.0)) for sample in samples]).reshape(-1, 2)
-        tokens = np.minimum(begun[:, 1] + (now - begun[:, 0]) / step_s, self._lengths.max_tokens - 1)
-        sampled = tokens.astype(int) - np.array([self._masked.get(sample, 0) for sample in samples], int)
+        tokens = np.minimum(before + (now - since) / step_s, self._lengths.max_tokens - 1)
+        sampled = tokens.astype(int) - masked
         return tokens, sampled, self._expected(samples, tokens, sampled)
+
+    def _columns_of(self, ledger: Ledger, node: str, now: float) -> _Columns:
+        samples = ledger.running_on(node)
+        found = self._columns.get(node)
+        if found is None or found.samples is not samples:
+            begun = [self._begun.get(sample, (now, 0)) for sample in samples]
+            found = self._columns[node] = _Columns(
+                samples,
+                np.array([since for since, _ in begun], float),
+                np.array([before for _, before in begun], float),
+                np.array([self._masked.get(sample, 0) for sample in samples], int),
+            )
+        return found
 
     def _expected(self, samples: list[str], tokens: np.ndarray, sampled: np.ndarray) -> np.ndarray:
         """Tokens still expected of requests that have so many, of which some were sampled."""
@@ -254,10 +277,11 @@ class Router:
 
     def _instance(self, ledger: Ledger, node: str, now: float) -> Instance:
         fixed_s, each_s = self._speed(node)
-        samples = ledger.running_on(node)
-        step_s = self._step_s(node, len(samples))
-        begun = [(sample, *self._begun.get(sample, (now, 0.0))) for sample in samples]
-        running = [self._request(sample, tokens + (now - since) / step_s, node) for sample, since, tokens in begun]
+        samples, (tokens, _, remaining) = ledger.running_on(node), self._progress(ledger, node, now)
+        running = [
+            Request(sample, wire.group_of(sample), prefix, rest, node, "preferred")
+            for sample, prefix, rest in zip(samples, (self._prompt_tokens + tokens).tolist(), remaining.tolist())
+        ]
         # To prefill a token takes at most as long as to decode it with others.
         return Instance(node, self._max_running, running, fixed_s, each_s, prefill_s=each_s,
                         kv_tokens=self._kv_of.get(node, math.inf), max_queued=self._max_queued)

@@ -62,11 +62,13 @@ class Ledger:
         self._scored_by_inference, self._leases = scored_by_inference, leases
         self._in_state: dict[str, dict[str, Group]] = defaultdict(dict)
         self._in_state["generating"] = dict(self.groups)
+        self.num_changes: Counter[str] = Counter()  # state -> how often a group has come to it or left it
         self._leased: dict[int, Group] = {}
         self._returned: dict[str, None] = {}  # ordered; given back, so they go first
         self._fresh: dict[str, None] = dict.fromkeys(samples)
         self.running: dict[str, str] = {}
         self._on: dict[str, dict[str, None]] = defaultdict(dict)  # node -> what runs there
+        self._listed: dict[str, list[str]] = {}  # the same as lists, where somebody has asked and nothing has changed
         self.num_running: Counter[str] = Counter()  # and how much
         self.freed: dict[str, None] = {}  # nodes on which something has ended since whoever reads this has cleared it
         self.partial: dict[str, str] = {}
@@ -88,8 +90,10 @@ class Ledger:
         return list(itertools.islice(itertools.chain(self._returned, self._fresh), most))
 
     def running_on(self, node: str) -> list[str]:
-        """What a node runs, what it has had longest first."""
-        return list(self._on.get(node, ()))
+        """What a node runs, what it has had longest first. The same list as long as it does, not to be changed."""
+        if node not in self._listed:
+            self._listed[node] = list(self._on.get(node, ()))
+        return self._listed[node]
 
     def num_running_on(self, node: str) -> int:
         return self.num_running[node]
@@ -107,6 +111,7 @@ class Ledger:
         node = self.running.pop(sample)
         self._unreached.pop(sample, None)
         del self._on[node][sample]
+        self._listed.pop(node, None)
         self.num_running[node] -= 1
         self.freed[node] = None
 
@@ -116,6 +121,7 @@ class Ledger:
         Raises KeyError, naming the sample, for one that does not wait; those before it have been handed out.
         """
         handed = []
+        self._listed.pop(node, None)
         for sample in samples:
             del (self._returned if sample in self._returned else self._fresh)[sample]
             self.running[sample] = node
@@ -164,15 +170,15 @@ class Ledger:
         return [group for state in states for group in self._in_state[state].values()]
 
     def num_in_state(self, state: str, *others: str) -> int:
-        number = len(self._in_state[state])
-        for other in others:
-            number += len(self._in_state[other])
-        return number
+        in_state = self._in_state
+        return len(in_state[state]) + sum([len(in_state[other]) for other in others]) if others else len(in_state[state])
 
     def _to(self, group: Group, state: str) -> None:
         del self._in_state[group.state][group.name]
+        self.num_changes[group.state] += 1
         group.state = state
         self._in_state[state][group.name] = group
+        self.num_changes[state] += 1
 
     def lease(self, group: Group, node: str) -> int:
         """Hand a generated or scored group to `node`; returns the lease number."""

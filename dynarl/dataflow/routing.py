@@ -31,9 +31,11 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Iterable, Literal, NamedTuple, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 # A request changes instances if it ends earlier by this many times what the change costs: estimates err.
 PAYBACK = 2.0
@@ -104,18 +106,22 @@ def route(requests: Iterable[Request], instances: Iterable[Instance], backlog: f
     placed: dict[str, list[Request]] = {name: [] for name in loads}
     waiting: set[str] = set()
     queue = _Queue(loads.values())
+    fellows: dict[str, dict[str, None]] = defaultdict(dict)  # group -> instances that have members of it
+    for load in loads.values():
+        for request in load.instance.running:
+            fellows[request.group][load.name] = None
     latest = SLACK * _water_level(loads.values(), backlog + sum(request.remaining for request in requests))
 
     def put(request: Request, load: _Load) -> None:
         load.add(request)
         queue.changed(load)
-        queue.fellows[request.group][load.name] = None
+        fellows[request.group][load.name] = None
         placed[load.name].append(request)
 
     def best(members: list[Request]) -> _Load | None:
         """Where these fit and end first; at equal times rather where their prefix is."""
         one, earliest = members[0], queue.earliest()
-        near = [loads[name] for name in (one.home, *queue.fellows[one.group]) if name in loads]
+        near = [loads[name] for name in (one.home, *fellows[one.group]) if name in loads]
         choices = [load for load in (*near, *earliest) if load.has_room(members)]
         if not choices and earliest and len(members) == 1:  # those have a place, but not the memory
             choices = [load for load in loads.values() if load.has_room(members)]
@@ -177,21 +183,28 @@ class _Load:
     total: float = 0.0
     prefill: float = 0.0
     kv_tokens: float = 0.0
-    groups: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def __post_init__(self) -> None:
         self.name = self.instance.name
         for request in self.instance.running:
-            self._count(request, 1)
+            self.left.append(request.remaining)
+            self.total += request.remaining
+            self.kv_tokens += request.prefix + request.remaining
+        self.left.sort()
+
+    @cached_property
+    def groups(self) -> dict[str, int]:
+        """Members of each group. Whoever only looks for moves that pay, and finds none, does not ask."""
+        return Counter(request.group for request in self.instance.running)
 
     def _count(self, request: Request, sign: int) -> None:
+        self.groups[request.group] += sign
         if sign > 0:
             insort(self.left, request.remaining)
         else:
             del self.left[bisect_right(self.left, request.remaining) - 1]
         self.total += sign * request.remaining
         self.kv_tokens += sign * request.kv_tokens
-        self.groups[request.group] += sign
 
     def add(self, request: Request) -> None:
         self.prefill += self.prefill_of(request)
@@ -245,11 +258,8 @@ class _Queue:
     def __init__(self, loads: Iterable[_Load]):
         self._heaps: dict[int, list[tuple[float, int, _Load]]] = defaultdict(list)
         self._order: dict[str, int] = {}
-        self.fellows: dict[str, dict[str, None]] = defaultdict(dict)  # group -> instances that have members of it
         for load in loads:
             self._order[load.name] = len(self._order)
-            for request in load.instance.running:
-                self.fellows[request.group][load.name] = None
             self.changed(load)
 
     def changed(self, load: _Load) -> None:
@@ -284,20 +294,27 @@ def _level(loads: dict[str, _Load], movable: dict[str, list[Request]], move_s: f
     move_s: what a move costs besides the prefill; None: the requests do not run yet, so there is nothing to pay back.
     """
     queue, order = _Queue(loads.values()), {name: index for index, name in enumerate(loads)}
-    for requests in movable.values():
-        requests.sort(key=lambda request: (request.remaining, -request.prefix, request.sample))
+    sorted_names: set[str] = set()
+
+    def in_order(load: _Load) -> list[Request]:
+        """What may leave it, the shortest first."""
+        if load.name not in sorted_names:
+            sorted_names.add(load.name)
+            movable[load.name].sort(key=lambda request: (request.remaining, -request.prefix, request.sample))
+        return movable[load.name]
+
     late = [(-load.finish(), order[name], load) for name, load in loads.items()]
     heapq.heapify(late)
     moves: list[tuple[Request, str, str, float]] = []
     while late and len(moves) < most:
         end, _, source = late[0]
         targets = [load for load in queue.earliest() if load is not source] if -end == source.finish() else []
-        gain, index, target = max((_best_move(source, target, movable[source.name], move_s) for target in targets),
+        gain, index, target = max((_best_move(source, target, in_order, move_s) for target in targets),
                                   key=lambda found: found[0], default=(0.0, 0, source))
         if gain <= 0.0:  # out of date, or it can be relieved of nothing; the next may be
             heapq.heappop(late)
             continue
-        request = movable[source.name].pop(index)
+        request = in_order(source).pop(index)
         source.remove(request)
         target.add(request)
         moves.append((request, source.name, target.name, gain))
@@ -307,10 +324,17 @@ def _level(loads: dict[str, _Load], movable: dict[str, list[Request]], move_s: f
     return moves
 
 
-def _best_move(source: _Load, target: _Load, movable: list[Request], move_s: float | None) -> tuple[float, int, _Load]:
+def _best_move(
+    source: _Load, target: _Load, in_order: Callable[[_Load], list[Request]], move_s: float | None
+) -> tuple[float, int, _Load]:
     """(gain, index, target) of the request whose change helps most: the longest, the shortest, or the one that halves
     the gap. Gain 0: none helps.
     """
+    if move_s is not None:
+        longest = source.left[-1] if source.left else 0.0
+        if (source.step_s() - target.step_s(1)) * longest <= PAYBACK * move_s:  # less than the least that it costs
+            return 0.0, 0, target
+    movable = in_order(source)
     end, gap = source.finish(), source.finish() - target.finish()
     half = gap / (source.instance.per_request_s + target.instance.per_request_s or math.inf)
     middle = bisect_right(movable, half, key=lambda request: request.remaining) - 1

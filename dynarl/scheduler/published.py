@@ -58,22 +58,25 @@ class Boundaries:
         """The moves wanted now. Between boundaries: none."""
         if rescue := return_to_rollout(view) or _return_to_inference(view):
             return rescue
-        if "training" not in view.roles.values():
-            return self._return_home(view)
-        if view.minibatch <= self.decided:
+        few, at_boundary = self._are_few(view), view.minibatch > self.decided
+        if not few and not at_boundary:  # as at most looks, and of many nodes
             return {}
-        self.decided = view.minibatch
-        return self._at_boundary(view)
+        if "training" not in view.roles.values():
+            return self._return_home(view) if few else {}
+        return self._at_boundary(view) if at_boundary else {}
 
-    def _return_home(self, view: View) -> dict[str, str]:
+    def _are_few(self, view: View) -> bool:
+        """Whether few requests are left, and there is something else to do."""
         # The artifact adds one, so that a tiny batch can trigger at all.
         few = view.live <= int(self.policy.trigger * view.num_samples) + 1
-        if not few or view.num_complete <= LEAST_COMPLETE * view.num_groups:
-            return {}
+        return few and view.num_complete > LEAST_COMPLETE * view.num_groups
+
+    def _return_home(self, view: View) -> dict[str, str]:
         self.decided = view.minibatch
         return {node: self.home[node] for node, role in view.roles.items() if self.home[node] not in ("rollout", role)}
 
     def _at_boundary(self, view: View) -> dict[str, str]:
+        self.decided = view.minibatch
         numbers = Counter(view.roles.values())
         scored = not (view.live or view.to_score or view.scoring or view.generating)
         # Only nodes in roles: one that left without a place to go is where it was, with nothing to do.

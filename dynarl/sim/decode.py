@@ -141,6 +141,11 @@ class DecodeEngine:
             sample: one.done + (step - one.step if one.number in running else 0) for sample, one in self._known.items()
         }
 
+    def lengths(self) -> list[int]:
+        """The same numbers alone, in no order."""
+        step = self._step
+        return [step - one.step + one.done for one in self._running.values()] + [one.done for one in self._queue]
+
     # ---- what comes and goes
 
     def add(self, now_ns: int, request: SimRequest, tokens_done: int = 0) -> None:
@@ -223,7 +228,8 @@ class DecodeEngine:
                 self._decide()
             else:
                 return
-        if complete := self._complete_steps(now - self._start):
+        if now - self._start >= self._first:
+            complete = self._complete_steps(now - self._start)
             self._steps(complete)
             self._start = self._after(complete)
             self._first += self._growth * complete
@@ -244,7 +250,7 @@ class DecodeEngine:
         """What comes next is to be decided anew, after the step under way."""
         if self._left:
             self._left = int(self._start < self._now)
-            self._end = self._after(self._left)
+            self._end = self._start + self._first * self._left
 
     def _steps(self, count: int) -> None:
         tokens = count * len(self._running)
@@ -341,13 +347,14 @@ class DecodeEngine:
 
     def _take(self, one: Sequence, blocks: int) -> None:
         self._queue.take(one)
+        context = one.context
         one.step = self._step
         one.finish_step = self._step + one.turn_end - one.done
         self._running[one.number] = one
         heapq.heappush(self._finishing, (one.finish_step, one.number))
-        self._context += one.context
+        self._context += context
         self._blocks += blocks
-        self._phases[(one.context - self._step) % self._block] += 1
+        self._phases[(context - self._step) % self._block] += 1
         if self._prefixes.use(one.request.sample, one.group):
             self._rank_fellows(one.group)
         self._make_room()
@@ -356,11 +363,12 @@ class DecodeEngine:
         """A running request gives up its place. Its keys and values stay until their blocks are needed."""
         del self._running[one.number]
         one.done += self._step - one.step
-        blocks = self._blocks_of(one.context)
-        self._context -= one.context
+        context = one.context
+        blocks = self._blocks_of(context)
+        self._context -= context
         self._blocks -= blocks
-        self._phases[(one.context - self._step) % self._block] -= 1
-        self._prefixes.keep(one.request.sample, one.group, one.context, blocks)
+        self._phases[(context - self._step) % self._block] -= 1
+        self._prefixes.keep(one.request.sample, one.group, context, blocks)
         self._stuck = False
         self._make_room()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,7 +27,8 @@ class SimFleet:
 
     def __init__(self, world: World, loop: VirtualLoop, log: EventLog):
         self.world, self.loop, self.log = world, loop, log
-        self.message_ns, self.verify_ns = nanoseconds(world.times.message_s), nanoseconds(world.times.verify_s)
+        self.message_ns = nanoseconds(world.times.message_s)
+        self.verified_ns = nanoseconds(world.times.verify_s) + self.message_ns  # until the controller hears of it
         self.figures_ns = nanoseconds(world.figures_s)
         self.listener: Any = None
         self.progress: Callable[[int, int], None] = lambda done, of: None
@@ -37,6 +39,7 @@ class SimFleet:
         self.nodes = {name: SimNode(self, name, home) for name, home in world.homes.items()}
         self.far_apart = [(name, 0) for name in (list(world.homes)[0], list(world.homes)[-1])]
         self.requests: dict[str, SimRequest] = {}
+        self.response_tokens: dict[str, int] = {}  # of each
         self.calls: dict[tuple[str, int], ToolCall] = {}  # (sample, tokens of its response) -> the call made there
         self.deaths = 0
         self._old_engines_tokens = self._tokens_before = 0
@@ -46,12 +49,9 @@ class SimFleet:
     def pause(self, seconds: float) -> asyncio.Future[None]:
         return self.loop.pause(nanoseconds(seconds))
 
-    def later(self, delay_ns: int, callback: Any, *args: Any, **kwargs: Any) -> None:
-        """After this, and the time of a message to the controller."""
-        if kwargs:
-            self.loop.after(delay_ns + self.message_ns, lambda: callback(*args, **kwargs))
-        else:
-            self.loop.after(delay_ns + self.message_ns, callback, *args)
+    def tell(self, event: str, node: str, **data: Any) -> None:
+        """The controller hears of this when the message is there."""
+        self.loop.after(self.message_ns, functools.partial(self.emit, event, node, **data))
 
     def emit(self, event: str, node: str, **data: Any) -> None:
         getattr(self.listener, f"event_{event}")(node, **data)
@@ -73,6 +73,7 @@ class SimFleet:
     def begin(self, number: int, requests: Iterable[SimRequest], scoring: bool) -> None:
         """Another iteration's requests; their lengths are known here only."""
         self.requests = {request.sample: request for request in requests}
+        self.response_tokens = {request.sample: request.response_tokens for request in self.requests.values()}
         self.books = Books(self.requests.values(), scoring)
         self.timeline = Timeline(self.nodes, self.world.gpus_per_node, self.loop.now_ns)
         self.calls.clear()

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
-import itertools
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from dynarl.errors import DynarlError
@@ -65,9 +64,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.explain = explain
         self.num_timers = 0  # that have come due
         self._patience_ns = nanoseconds(patience_s)
-        self._numbers = itertools.count()
+        self._number = 0  # of the timer that was set last
         self._timers: list[tuple[int, int, asyncio.TimerHandle | Happening]] = []
-        self._of_world: dict[int, None] = {}  # numbers of the world's timers that are to come
+        self._num_of_world = 0  # of these
         self._world_ns = 0  # when the world had something to do
 
     def time(self) -> float:
@@ -77,9 +76,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def at(self, when_ns: int, callback: Callable[..., Any], *args: Any) -> Happening:
         """Something happens in the simulated world at this time."""
-        happening, number = Happening(callback, args), next(self._numbers)
-        heapq.heappush(self._timers, (max(when_ns, self.now_ns), number, happening))
-        self._of_world[number] = None
+        happening = Happening(callback, args)
+        self._number += 1
+        self._num_of_world += 1
+        heappush(self._timers, (when_ns if when_ns > self.now_ns else self.now_ns, self._number, happening))
         return happening
 
     def after(self, delay_ns: int, callback: Callable[..., Any], *args: Any) -> Happening:
@@ -106,7 +106,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when_ns: int, callback: Callable[..., Any], args: tuple, context: contextvars.Context | None
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when_ns / SECOND_NS, callback, args, self, context)
-        heapq.heappush(self._timers, (when_ns, next(self._numbers), timer))
+        self._number += 1
+        heappush(self._timers, (when_ns, self._number, timer))
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -114,32 +115,51 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # --- what BaseEventLoop calls
 
+    def call_soon(
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Without the checks of the loop's own: nobody calls from another thread here."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
     def _run_once(self) -> None:
-        if not self._ready:
+        ready = self._ready
+        if not ready:
             self._jump()
-        for _ in range(len(self._ready)):
-            handle = self._ready.popleft()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()
 
     def _jump(self) -> None:
-        """To the next timer that has not been cancelled; all that are due then, in the order in which they were set."""
-        timers, world = self._timers, self._of_world
+        """To the next timer that has not been cancelled. All that are due then are run, in the order in which they were
+        set; what they set for now comes after that."""
+        timers = self._timers
         while timers and timers[0][2].cancelled():
-            world.pop(heapq.heappop(timers)[1], None)
+            self._drop()
         if not timers and self._stopping:
             return
-        if not timers or (not world and timers[0][0] - self._world_ns > self._patience_ns):
+        if not timers or (not self._num_of_world and timers[0][0] - self._world_ns > self._patience_ns):
             raise StuckError(f"nothing goes on at {self.time():.3f} s of simulated time. {self.explain()}")
-        self.now_ns = max(self.now_ns, timers[0][0])
-        while timers and timers[0][0] <= self.now_ns:
-            _, number, timer = heapq.heappop(timers)
-            if number in world:
-                del world[number]
-                self._world_ns = self.now_ns
+        self.now_ns = now_ns = max(self.now_ns, timers[0][0])
+        due = []
+        while timers and timers[0][0] <= now_ns:
+            timer = self._drop()
             if not timer.cancelled():
-                self.num_timers += 1
-                self._ready.append(timer)
+                due.append(timer)
+            if type(timer) is Happening:
+                self._world_ns = now_ns
+        self.num_timers += len(due)
+        for timer in due:
+            if not timer.cancelled():  # by one before it
+                timer._run()
+
+    def _drop(self) -> asyncio.TimerHandle | Happening:
+        """Take out the first timer."""
+        timer = heappop(self._timers)[2]
+        self._num_of_world -= type(timer) is Happening
+        return timer
 
     def _write_to_self(self) -> None:
         """Nobody can wait in a selector here."""

@@ -100,7 +100,7 @@ class SimNode:
         return self.busy_ns + (now_ns - self._busy_since_ns if self._busy_since_ns is not None else 0)
 
     def _account(self) -> None:
-        """To be called after everything that begins or ends work."""
+        """To be called after everything that may have begun its first work, or ended its last."""
         self.busy_ns = self.busy_until(self._loop.now_ns)
         self._busy_since_ns = self._loop.now_ns if self.works else None
 
@@ -183,9 +183,10 @@ class SimNode:
             self.at_tool[sample] = self._loop.at(call.ready_ns, self._tool_done, sample, call)
             return
         del self._where[sample], seat.samples[sample]
-        self._account()
-        self.sharing.look()
-        self._fleet.later(self._fleet.verify_ns, self._verified, sample, tokens)
+        if not self._where:
+            self._account()
+            self.sharing.look()
+        self._loop.after(self._fleet.verified_ns, self._verified, sample, tokens)
 
     def _call_tool(self, sample: str, event: Event) -> ToolCall:
         turn, begin_ns = self._fleet.requests[sample].turns[event.turn], self._loop.now_ns
@@ -210,8 +211,8 @@ class SimNode:
             "finished", self.name, sample=sample, reward=self._fleet.reward(sample), correct=True, timed_out=False,
             tokens=tokens, prompt_tokens=request.prompt_tokens, version=self.versions["rollout"],
             finish="length" if tokens >= self._most_tokens else "stop",
-            masked_tokens=sum(turn.tool_tokens for turn in request.turns), tool_calls=len(request.turns) - 1,
-            tool_seconds=sum(turn.tool_ns for turn in request.turns) / SECOND_NS,
+            masked_tokens=sum([turn.tool_tokens for turn in request.turns]), tool_calls=len(request.turns) - 1,
+            tool_seconds=sum([turn.tool_ns for turn in request.turns]) / SECOND_NS,
         )  # fmt: skip
 
     async def on_abort(self, samples: list[str] | None = None, limit_s: float | None = None) -> list[dict]:
@@ -259,7 +260,7 @@ class SimNode:
                 for event in seat.engine.advance(self._loop.now_ns):
                     self._left(seat, event)
                 self._tend(seat)
-                lengths += seat.engine.tokens_done().values()
+                lengths += seat.engine.lengths()
             lengths.sort()
             count = min(MOST_LENGTHS, len(lengths))
             self._fleet.emit(
@@ -310,8 +311,8 @@ class SimNode:
         lease.started = True
         self._idle.clear()
         self._account()
-        requests = [self._fleet.requests[sample] for sample in lease.samples]
-        sizes = [(request.prompt_tokens, request.response_tokens) for request in requests]
+        requests, response_tokens = self._fleet.requests, self._fleet.response_tokens
+        sizes = [(requests[sample].prompt_tokens, response_tokens[sample]) for sample in lease.samples]
         takes_ns = nanoseconds(getattr(self._world.times, role)(sizes))
         self._loop.at(max(lease.ready_ns, self._loop.now_ns) + takes_ns, self._done, role, device, lease)
 
@@ -323,12 +324,12 @@ class SimNode:
         self._log.note("done", self.name, role, lease.number)
         if role == "training":
             self.gradient.update(lease.samples)
-            self._fleet.later(0, self._fleet.emit, "trained", self.name, lease=lease.number, stats={"tokens": 1.0})
+            self._fleet.tell("trained", self.name, lease=lease.number, stats={"tokens": 1.0})
         else:
             for sample in lease.samples:
-                self.held[sample] = self._fleet.requests[sample].response_tokens
+                self.held[sample] = self._fleet.response_tokens[sample]
             self._fleet.books.scored.update(lease.samples)
-            self._fleet.later(0, self._fleet.emit, "scored", self.name, lease=lease.number, stats={})
+            self._fleet.tell("scored", self.name, lease=lease.number, stats={})
         if queue:
             self._start(role, device)
         elif not any(queue and queue[0].started for queue in self._leases.values()):
@@ -492,9 +493,9 @@ class SimNode:
             self.gradient.clear()
         self._account()
         self.sharing.look()
-        self._fleet.later(
-            0, self._fleet.emit, "worker_died", self.name, role=role, device=0, attempt=self.attempts[role],
-            status="killed", tail=[], held=held,
+        self._fleet.tell(
+            "worker_died", self.name, role=role, device=0, attempt=self.attempts[role], status="killed", tail=[],
+            held=held,
         )  # fmt: skip
 
     def lose_requests(self) -> int:

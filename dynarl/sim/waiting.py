@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterator
 
 from dynarl.dataflow.priority import MOST_PASSES, MOST_WAIT_S
 from dynarl.sim.workload import SimRequest
@@ -55,6 +56,9 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members.values())
 
     def __contains__(self, one: Sequence) -> bool:
         return one.number in self._members
