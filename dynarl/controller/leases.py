@@ -37,49 +37,66 @@ class Leases:
         self._at_work: dict[str, list[str]] = {}  # role -> nodes that `_slots` is of
         # role -> replicas there that have no lease, one, ...; that which has been so longest first
         self._slots: dict[str, dict[int, dict[Replica, None]]] = {}
+        # role -> these replicas in order, with their first node and how many of them are on the same nodes
+        self._in_order: dict[str, list[tuple[Replica, str, int]]] = {}
         self._beside = {role: Counter(r.nodes for r in copies) for role, copies in replicas.items()}
         self._turns: dict[Replica, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._parts: dict[int, dict[str, dict[str, float]]] = {}  # lease -> node -> statistics, until all are done
 
     def hand_out(
         self, role: str, groups: Iterable[Group], at_work: list[str], of_sample: Callable[[str], dict],
-        among: Sequence[Group] | None = None,
+        among: Sequence[Group] | None = None, count: int | None = None,
     ) -> None:  # fmt: skip
         """Give groups to the replicas with the fewest leases. at_work: nodes that take work of the role, the same list
         as long as they do; of_sample: what the workers are told of a sample besides its name and holder; among: all
-        groups of the minibatch, where every replica gets an even share of them, in turn and at once."""
+        groups of the minibatch, where every replica gets an even share of them, in turn and at once; count: of groups,
+        if it is known."""
         slots = self._slots_of(role, at_work)
-        at_work_now = sorted(replica for replicas in slots.values() for replica in replicas) if among is not None else []
-        room = _room(among, at_work_now) if among is not None else None
+        if among is not None:
+            self._share_out(role, groups, of_sample, among)
+            return
+        if count is None:
+            groups = list(groups)
+            count = len(groups)
         num_replicas = sum(map(len, slots.values()))
-        # More are not given out now, nor does it matter how many more there are.
-        offered = list(itertools.islice(groups, (PER_REPLICA + 1) * num_replicas)) if room is None else list(groups)
-        for index, group in enumerate(offered):
-            if room is None:
-                replica = next((replica for held in range(PER_REPLICA) for replica in slots[held]), None)
-                # Of the last groups none waits behind another while a replica is about to be free.
-                few = len(offered) - index <= num_replicas
-                replica = None if few and replica is not None and self._held[role][replica] else replica
-            else:
-                replica = max(room, key=room.__getitem__, default=None)
-                replica = replica if replica is not None and room[replica] > 0 else None
-            if replica is None:
+        free = sum((PER_REPLICA - held) * len(slots[held]) for held in range(PER_REPLICA))
+        for index, group in enumerate(list(itertools.islice(groups, free))):
+            replica = next(replica for held in range(PER_REPLICA) for replica in slots[held])
+            # Of the last groups none waits behind another while a replica is about to be free.
+            if count - index <= num_replicas and self._held[role][replica]:
                 return
-            if room is not None:
-                room[replica] -= 1
-            lease = self._ledger.lease(group, replica.nodes[0])
-            self.at[lease] = (role, replica)
-            self._count(role, replica, 1)
-            self._monitor.leased(lease, role, replica, group.num_tokens)
-            samples = [{"sample": s, "holder": group.holders[s], **of_sample(s)} for s in group.samples]
-            self._spawn(self.send(METHODS[role], lease, replica, samples), lambda lease=lease: self.back(lease))
+            self._give(role, replica, group, of_sample)
+
+    def _share_out(
+        self, role: str, groups: Iterable[Group], of_sample: Callable[[str], dict], among: Sequence[Group]
+    ) -> None:
+        replicas = self._in_order[role]
+        room = _room(among, replicas)
+        for group in groups:
+            most = max(room, default=0)
+            if most <= 0:
+                return
+            index = room.index(most)
+            room[index] -= 1
+            self._give(role, replicas[index][0], group, of_sample)
+
+    def _give(self, role: str, replica: Replica, group: Group, of_sample: Callable[[str], dict]) -> None:
+        lease = self._ledger.lease(group, replica.nodes[0])
+        self.at[lease] = (role, replica)
+        self._count(role, replica, 1)
+        self._monitor.leased(lease, role, replica, group.num_tokens)
+        samples = [{"sample": s, "holder": group.holders[s], **of_sample(s)} for s in group.samples]
+        self._spawn(self.send(METHODS[role], lease, replica, samples), lambda: self.back(lease))
 
     def _slots_of(self, role: str, at_work: list[str]) -> dict[int, dict[Replica, None]]:
         if self._at_work.get(role) is not at_work:
             nodes, slots = set(at_work), defaultdict(dict)
-            for replica in sorted(replica for replica in self.replicas[role] if nodes.issuperset(replica.nodes)):
+            replicas = sorted(replica for replica in self.replicas[role] if nodes.issuperset(replica.nodes))
+            beside = Counter(replica.nodes for replica in replicas)
+            for replica in replicas:
                 slots[self._held[role][replica]][replica] = None
             self._at_work[role], self._slots[role] = at_work, slots
+            self._in_order[role] = [(replica, replica.nodes[0], beside[replica.nodes]) for replica in replicas]
         return self._slots[role]
 
     def _count(self, role: str, replica: Replica, change: int) -> None:
@@ -148,10 +165,9 @@ class Leases:
             self._take(lease)
 
 
-def _room(among: Sequence[Group], replicas: list[Replica]) -> dict[Replica, int]:
+def _room(among: Sequence[Group], replicas: Sequence[tuple[Replica, str, int]]) -> list[int]:
     """What each replica may still get of these groups: its even share, rounded up, less what its nodes have had.
     Shares follow the replicas that are at work now, so that nothing is left over when one is lost."""
-    had = Counter(group.node for group in among if group.state in ("training", "accumulated", "trained"))
+    had = Counter([group.node for group in among if group.state in ("training", "accumulated", "trained")])
     share = -(-len(among) // max(len(replicas), 1))
-    beside = Counter(replica.nodes for replica in replicas)
-    return {replica: share - had[replica.nodes[0]] // beside[replica.nodes] for replica in replicas}
+    return [share - had[node] // beside for _, node, beside in replicas]

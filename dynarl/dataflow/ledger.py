@@ -169,9 +169,15 @@ class Ledger:
         """State by state; of each, the group that has been in it longest first."""
         return [group for state in states for group in self._in_state[state].values()]
 
+    def each_in_state(self, state: str) -> Iterator[Group]:
+        """The same of one state, one by one: for who looks at the first of many. Meanwhile no group may come or leave."""
+        return iter(self._in_state[state].values())
+
     def num_in_state(self, state: str, *others: str) -> int:
-        in_state = self._in_state
-        return len(in_state[state]) + sum([len(in_state[other]) for other in others]) if others else len(in_state[state])
+        number = len(self._in_state[state])
+        for other in others:
+            number += len(self._in_state[other])
+        return number
 
     def _to(self, group: Group, state: str) -> None:
         del self._in_state[group.state][group.name]

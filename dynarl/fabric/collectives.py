@@ -83,7 +83,7 @@ def algorithms(topology: Topology, op: str, group: Sequence[int]) -> dict[str, l
     if op not in OPERATIONS:
         raise ValueError(f"{op!r} is no collective: one of {', '.join(OPERATIONS)}")
     members = np.asarray(group, dtype=np.int64)
-    if not len(members) or len(np.unique(members)) != len(members):
+    if not len(members) or len(set(group)) != len(members):
         raise ValueError(f"{op} of devices {list(group)}: give each of at least one device once")
     if op == "p2p" and len(members) != 2:
         raise ValueError(f"p2p of devices {list(group)}: give the sender and the receiver")
@@ -157,7 +157,8 @@ OPERATIONS: dict[str, Callable[[Topology, np.ndarray], dict[str, list[Phase]]]] 
 def _grid(topology: Topology, members: np.ndarray) -> np.ndarray | None:
     """Members [nodes, places], where all nodes have as many, more than one, and there is more than one node."""
     line = np.sort(members)
-    _, counts = np.unique(line // topology.devices_per_node, return_counts=True)
+    counts = np.bincount(line // topology.devices_per_node)
+    counts = counts[counts > 0]
     if len(counts) == 1 or counts[0] == 1 or (counts != counts[0]).any():
         return None
     return line.reshape(len(counts), counts[0])

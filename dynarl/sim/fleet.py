@@ -109,9 +109,10 @@ class SimFleet:
     async def reduced(self, place: Place, trees: list[list[int]]) -> None:
         """A borrowed gradient is summed along its tree into that of an owner."""
         joined = self.listener.trainer.joined
+        own = joined.index(place)
         for tree in trees:
-            members = [joined[rank] for rank in tree]
-            if place in members:
+            if own in tree:
+                members = [joined[rank] for rank in tree]
                 await self.loop.pause(self.network_ns("broadcast", members, self.world.gradient_bytes))
         self._take_gradient(place[0])
 

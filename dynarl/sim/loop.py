@@ -39,17 +39,16 @@ def nanoseconds(seconds: float) -> int:
 class Happening:
     """A timer of the world: far lighter than the loop's own, and what its callback raises ends the simulation."""
 
-    __slots__ = ("_callback", "_args")
+    __slots__ = ("_args", "_callback", "_cancelled")
 
     def __init__(self, callback: Callable[..., Any], args: tuple):
-        self._callback: Callable[..., Any] | None = callback
-        self._args = args
+        self._callback, self._args, self._cancelled = callback, args, False
 
     def cancel(self) -> None:
-        self._callback = None
+        self._cancelled = True
 
     def cancelled(self) -> bool:
-        return self._callback is None
+        return self._cancelled
 
     def _run(self) -> None:
         self._callback(*self._args)
@@ -129,15 +128,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._jump()
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
 
     def _jump(self) -> None:
         """To the next timer that has not been cancelled. All that are due then are run, in the order in which they were
         set; what they set for now comes after that."""
         timers = self._timers
-        while timers and timers[0][2].cancelled():
-            self._drop()
+        while timers and timers[0][2]._cancelled:
+            self._num_of_world -= type(heappop(timers)[2]) is Happening
         if not timers and self._stopping:
             return
         if not timers or (not self._num_of_world and timers[0][0] - self._world_ns > self._patience_ns):
@@ -145,21 +144,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_ns = now_ns = max(self.now_ns, timers[0][0])
         due = []
         while timers and timers[0][0] <= now_ns:
-            timer = self._drop()
-            if not timer.cancelled():
-                due.append(timer)
+            timer = heappop(timers)[2]
             if type(timer) is Happening:
+                self._num_of_world -= 1
                 self._world_ns = now_ns
+            if not timer._cancelled:
+                due.append(timer)
         self.num_timers += len(due)
         for timer in due:
-            if not timer.cancelled():  # by one before it
+            if not timer._cancelled:  # by one before it
                 timer._run()
-
-    def _drop(self) -> asyncio.TimerHandle | Happening:
-        """Take out the first timer."""
-        timer = heappop(self._timers)[2]
-        self._num_of_world -= type(timer) is Happening
-        return timer
 
     def _write_to_self(self) -> None:
         """Nobody can wait in a selector here."""
