@@ -119,7 +119,7 @@ class Router:
             assigned = self._fill_up(ledger, free, samples, now)
         else:  # of equal nodes the full ones need not be looked at
             waiting = [self._waiting(ledger, sample) for sample in samples]
-            backlog = (ledger.num_waiting - len(waiting)) * self._remaining[0]
+            backlog = (ledger.num_waiting - len(waiting)) * self._remaining_at.item(0)
             seen = [self._instance(ledger, node, now) for node in (free if equal else nodes)]
             assigned = route(waiting, seen, backlog).assigned
         for node, samples in assigned.items():
@@ -129,7 +129,7 @@ class Router:
     def _places(self, ledger: Ledger, nodes: list[str], now: float) -> dict[str, int]:
         """Node -> how many more requests it may take, where that is any; in number and, about, in memory. What has been
         found stays, but for nodes where something has ended since."""
-        most, need = self._max_running + self._max_queued, self._prompt_tokens + self._remaining[0]
+        most, need = self._max_running + self._max_queued, self._prompt_tokens + self._remaining_at.item(0)
         if nodes is self._looked_at[0] and ledger is self._looked_at[1] and now < self._look_again:
             looked_at = [node for node in ledger.freed if node in self._known]
         else:
@@ -238,7 +238,6 @@ class Router:
         survival = self._lengths.survival(running)
         self._estimated_of = self._finished
         self._remaining_at = np.maximum(survival.expected_remaining(np.arange(self._lengths.max_tokens)), 1.0)
-        self._remaining: list[float] = self._remaining_at.tolist()
 
     def _progress(self, ledger: Ledger, node: str, now: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens so far, those of them that were sampled, and those still expected, of each request that runs on a node.
@@ -302,4 +301,4 @@ class Router:
         return self._request(sample, self._tokens.get(sample, 0), ledger.partial.get(sample))
 
     def _expected_of(self, sample: str, tokens: float) -> float:
-        return self._remaining[int(tokens) - self._masked.get(sample, 0)]
+        return self._remaining_at.item(int(tokens) - self._masked.get(sample, 0))

@@ -14,6 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dynarl import wire
 from dynarl.config.schema import Config, Policy
 from dynarl.controller.epochs import Outcome
@@ -316,9 +318,9 @@ class Monitor:
     ) -> Situation:
         """The iteration as the adaptive policy sees it."""
         running = {node: ledger.num_running_on(node) for node, role in roles.items() if role == "rollout"}
-        lengths = [tokens for node, count in running.items() if count for tokens in self.lengths_on(node, count)]
+        lengths = [self.lengths_on(node, count) for node, count in running.items() if count]
         waiting = ledger.waiting() + ledger.stranded(running)
-        lengths += [self._partial.get(sample, 0) for sample in waiting]
+        lengths.append(np.array([self._partial.get(sample, 0) for sample in waiting], int))
 
         def queue(waiting: str, working: str) -> Queue:
             here, in_work = ledger.in_state(waiting), ledger.in_state(working)
@@ -335,7 +337,7 @@ class Monitor:
             queues | {"training": queue("scored", "training")},
             running=running,
             waiting=len(waiting),
-            lengths=lengths,
+            lengths=np.concatenate(lengths),
             live_members=Counter(len(g.samples) - len(g.holders) for g in generating),
             finished_tokens=sum(g.num_tokens for g in generating),
             prompt_tokens=self._config.algorithm.max_prompt_tokens,
@@ -350,7 +352,7 @@ class Monitor:
             group_delay=self.delay.estimate,
         )
 
-    def lengths_on(self, node: str, count: int) -> list[int]:
+    def lengths_on(self, node: str, count: int) -> np.ndarray:
         """Tokens so far of the `count` requests on a node: what its workers have told, and a token for each step since
         then."""
         now, step_s, most = self.clock(), self.costs.step.seconds(count), self.lengths.max_tokens - 1
@@ -360,8 +362,8 @@ class Monitor:
             for tokens in figures["lengths"]
         )
         if not known:
-            return [min(int((now - self._began) / step_s), most)] * count
-        return [known[(2 * i + 1) * len(known) // (2 * count)] for i in range(count)]
+            return np.full(count, min(int((now - self._began) / step_s), most))
+        return np.array(known)[(2 * np.arange(count) + 1) * len(known) // (2 * count)]
 
     def kv_tokens(self) -> float | None:
         """What the requests of a node may take of KV memory, those queued in their turn; None while no engine has told.
@@ -402,7 +404,8 @@ class Monitor:
         return out
 
     def _expected(self, running: Mapping[str, int]) -> dict[str, float]:
-        return {node: max(self.costs.step.tokens_per_s(count), 1e-9) for node, count in running.items()}
+        rates = {count: max(self.costs.step.tokens_per_s(count), 1e-9) for count in set(running.values())}
+        return {node: rates[count] for node, count in running.items()}
 
 
 def _finite(seconds: float) -> float | None:

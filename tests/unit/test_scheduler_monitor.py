@@ -100,15 +100,15 @@ def test_a_sample_of_lengths_stands_for_all_requests_of_a_node(clock):
     learning = monitor(clock)
     steps(learning, clock, "n1", 8, 0.05, count=2)
     clock.now -= 0.25  # to when the last ones came
-    assert learning.lengths_on("n1", 4) == [5, 5, 50, 50]
-    assert learning.lengths_on("n1", 1) == [50]
+    assert learning.lengths_on("n1", 4).tolist() == [5, 5, 50, 50]
+    assert learning.lengths_on("n1", 1).tolist() == [50]
 
 
 def test_requests_go_on_between_two_reports_of_their_lengths(clock):
     learning = monitor(clock)
     steps(learning, clock, "n1", 8, 0.05, count=30)
     clock.now += 0.25
-    assert learning.lengths_on("n1", 8) == [pytest.approx(n + 10, abs=1) for n in [5] * 4 + [50] * 4]
+    assert learning.lengths_on("n1", 8).tolist() == [pytest.approx(n + 10, abs=1) for n in [5] * 4 + [50] * 4]
     clock.now += 1e6
     assert set(learning.lengths_on("n1", 8)) == {learning.lengths.max_tokens - 1}
 
