@@ -22,9 +22,9 @@ class EventLog:
         self._hash = hashlib.sha256()
         self.num_events = 0
 
-    def note(self, kind: str, *what: object) -> None:
+    def note(self, event: str) -> None:
         """An event of the simulated world, now."""
-        self.line(f"{self._clock_ns()} {kind} {' '.join(map(str, what))}\n".encode())
+        self.line(f"{self._clock_ns()} {event}\n".encode())
 
     def line(self, line: bytes) -> None:
         self.num_events += 1

@@ -231,13 +231,9 @@ class DecodeEngine:
         if now - self._start >= self._first:
             complete = self._complete_steps(now - self._start)
             self._steps(complete)
-            self._start = self._after(complete)
+            self._start += complete * self._first + self._growth * (complete * (complete - 1) // 2)
             self._first += self._growth * complete
             self._left -= complete
-
-    def _after(self, steps: int) -> int:
-        """When that many steps from `_start` on are done."""
-        return self._start + steps * self._first + self._growth * (steps * (steps - 1) // 2)
 
     def _complete_steps(self, elapsed: int) -> int:
         """The most steps n with n * first + growth * n * (n - 1) / 2 <= elapsed; exact, in integers."""
@@ -290,10 +286,10 @@ class DecodeEngine:
             self._stuck = True
             self.preemptions += 1
         batch = len(self._running)
-        self._first = self._batch_fs[batch] + self._token_fs * self._context
-        self._growth = self._token_fs * batch
+        self._first = first = self._batch_fs[batch] + self._token_fs * self._context
+        self._growth = growth = self._token_fs * batch
         self._left = count
-        self._end = self._after(count)
+        self._end = self._start + count * first + growth * (count * (count - 1) // 2)
 
     def _steps_that_fit(self) -> int:
         """Steps until the first of the running ends, or as many as there are blocks for."""

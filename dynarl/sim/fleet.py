@@ -51,10 +51,7 @@ class SimFleet:
 
     def tell(self, event: str, node: str, **data: Any) -> None:
         """The controller hears of this when the message is there."""
-        self.loop.after(self.message_ns, functools.partial(self.emit, event, node, **data))
-
-    def emit(self, event: str, node: str, **data: Any) -> None:
-        getattr(self.listener, f"event_{event}")(node, **data)
+        self.loop.after(self.message_ns, functools.partial(getattr(self.listener, f"event_{event}"), node, **data))
 
     def reward(self, sample: str) -> float:
         """Something that differs inside a group."""
@@ -119,7 +116,7 @@ class SimFleet:
     async def stepped(self, name: str) -> None:
         owners = self.listener.trainer.owners
         self._take_gradient(name)
-        self.log.note("step", name, len(owners))
+        self.log.note(f"step {name} {len(owners)}")
         await self.loop.pause(
             self.network_ns("all_reduce", owners, self.world.gradient_bytes)
             + nanoseconds(self.world.times.optimizer(len(owners)))

@@ -138,7 +138,7 @@ class SimNode:
             tokens = self._fleet.nodes[holder].held[sample] if holder else 0
             seat = self._where[sample] = self._homes[sample] = self._place(sample)
             seat.samples[sample] = None
-            self._log.note("request", self.name, sample, tokens)
+            self._log.note(f"request {self.name} {sample} {tokens}")
             self._fleet.books.begun(sample, tokens)
             self.held[sample] = tokens
             if (call := self._fleet.calls.get((sample, tokens))) is not None:
@@ -175,7 +175,7 @@ class SimNode:
 
     def _left(self, seat: Seat, event: Event) -> None:
         sample, tokens = event.sample, event.tokens_done
-        self._log.note(event.kind, self.name, sample, tokens)
+        self._log.note(f"{event.kind} {self.name} {sample} {tokens}")
         self._fleet.books.left(sample, tokens)
         self.held[sample] = tokens
         if event.kind == "turn":
@@ -186,7 +186,7 @@ class SimNode:
         if not self._where:
             self._account()
             self.sharing.look()
-        self._loop.after(self._fleet.verified_ns, self._verified, sample, tokens)
+        self._loop.at(self._loop.now_ns + self._fleet.verified_ns, self._verified, sample, tokens)
 
     def _call_tool(self, sample: str, event: Event) -> ToolCall:
         turn, begin_ns = self._fleet.requests[sample].turns[event.turn], self._loop.now_ns
@@ -199,7 +199,7 @@ class SimNode:
         seat = self._where[sample]
         del self.at_tool[sample]
         self.held[sample] = call.tokens
-        self._log.note("tool", self.name, sample, call.tokens)
+        self._log.note(f"tool {self.name} {sample} {call.tokens}")
         self._fleet.books.left(sample, call.tokens)
         seat.engine.add(self._loop.now_ns, self._fleet.requests[sample], call.tokens)
         self._tend(seat)
@@ -207,9 +207,9 @@ class SimNode:
     def _verified(self, sample: str, tokens: int) -> None:
         request = self._fleet.requests[sample]
         self._fleet.finished(sample, tokens)
-        self._fleet.emit(
-            "finished", self.name, sample=sample, reward=self._fleet.reward(sample), correct=True, timed_out=False,
-            tokens=tokens, prompt_tokens=request.prompt_tokens, version=self.versions["rollout"],
+        self._fleet.listener.event_finished(
+            self.name, sample=sample, reward=self._fleet.reward(sample), correct=True, timed_out=False, tokens=tokens,
+            prompt_tokens=request.prompt_tokens, version=self.versions["rollout"],
             finish="length" if tokens >= self._most_tokens else "stop",
             masked_tokens=sum([turn.tool_tokens for turn in request.turns]), tool_calls=len(request.turns) - 1,
             tool_seconds=sum([turn.tool_ns for turn in request.turns]) / SECOND_NS,
@@ -233,7 +233,7 @@ class SimNode:
                 self._fleet.books.left(sample, tokens)
             del self._where[sample], seat.samples[sample]
             seats[seat.number] = seat
-            self._log.note("given_up", self.name, sample, self.held[sample])
+            self._log.note(f"given_up {self.name} {sample} {self.held[sample]}")
             given_up.append({"sample": sample, "tokens": self.held[sample]})
         for seat in seats.values():
             self._tend(seat)
@@ -263,8 +263,8 @@ class SimNode:
                 lengths += seat.engine.lengths()
             lengths.sort()
             count = min(MOST_LENGTHS, len(lengths))
-            self._fleet.emit(
-                "figures", self.name, worker=f"{self.name}-rollout-{device}",
+            self._fleet.listener.event_figures(
+                self.name, worker=f"{self.name}-rollout-{device}",
                 running=sum(s.engine.running for s in seats), waiting=sum(s.engine.waiting for s in seats),
                 tokens=sum(s.engine.tokens_generated for s in seats),
                 kv_used_tokens=sum(s.engine.kv_tokens for s in seats),
@@ -291,7 +291,7 @@ class SimNode:
         fetched_ns = self._fetch_ns(samples)
         queue = self._leases[role, device]
         queue.append(Lease(lease, [s["sample"] for s in samples], self._loop.now_ns + fetched_ns))
-        self._log.note("lease", self.name, role, lease, fetched_ns)
+        self._log.note(f"lease {self.name} {role} {lease} {fetched_ns}")
         if len(queue) == 1:
             self._start(role, device)
 
@@ -321,7 +321,7 @@ class SimNode:
         if not queue or queue[0] is not lease:
             return  # its worker has died
         queue.popleft()
-        self._log.note("done", self.name, role, lease.number)
+        self._log.note(f"done {self.name} {role} {lease.number}")
         if role == "training":
             self.gradient.update(lease.samples)
             self._fleet.tell("trained", self.name, lease=lease.number, stats={"tokens": 1.0})
@@ -421,7 +421,7 @@ class SimNode:
         await self._fleet.pause(self._world.times.commit_s)
         self._fleet.timeline.cut(self._loop.now_ns)
         self.active, self.plan, self.open = self.plan["moves"].get(self.name, self.active), None, True
-        self._log.note("role", self.name, self.active)
+        self._log.note(f"role {self.name} {self.active}")
 
     async def on_rollback(self, epoch: int) -> None:
         self._fleet.timeline.cut(self._loop.now_ns)
@@ -458,9 +458,9 @@ class SimNode:
         self._fleet.timeline.cut(self._loop.now_ns)
         self.open, self.active = True, role
         self._take_weights(role, self._shared[role]["version"])
-        self._log.note("role", self.name, role)
+        self._log.note(f"role {self.name} {role}")
         await self._loop.pause(self._fleet.message_ns)
-        self._fleet.emit("switched", self.name, source=source, target=role, phases={"load_ms": 1e3 * seconds})
+        self._fleet.listener.event_switched(self.name, source=source, target=role, phases={"load_ms": 1e3 * seconds})
 
     # --- workers that die
 
@@ -479,7 +479,7 @@ class SimNode:
         self.dead.add(role)
         self.attempts[role] += 1
         self._fleet.deaths += 1
-        self._log.note("died", self.name, role)
+        self._log.note(f"died {self.name} {role}")
         held: list[str] = []
         if role == "rollout":
             held = [sample for sample in self._where if self.held.get(sample)]
