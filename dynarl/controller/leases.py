@@ -52,12 +52,14 @@ class Leases:
         groups of the minibatch, where every replica gets an even share of them, in turn and at once; count: of groups,
         if it is known."""
         slots = self._slots_of(role, at_work)
-        if among is not None:
-            self._share_out(role, groups, of_sample, among)
-            return
         if count is None:
             groups = list(groups)
             count = len(groups)
+        if not count:
+            return
+        if among is not None:
+            self._share_out(role, groups, of_sample, among)
+            return
         num_replicas = sum(map(len, slots.values()))
         free = sum((PER_REPLICA - held) * len(slots[held]) for held in range(PER_REPLICA))
         for index, group in enumerate(list(itertools.islice(groups, free))):
