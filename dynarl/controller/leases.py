@@ -117,8 +117,8 @@ class Leases:
 
     async def send(self, method: str, lease: int, replica: Replica, samples: list[dict]) -> None:
         """Raises ReplicaTorn, or CallError when no node has got it."""
-        holders = {item["holder"] for item in samples}
-        addresses = {node: agent.peer_address for node, agent in self._fleet.agents.items() if node in holders}
+        agents = self._fleet.agents
+        addresses = {node: agents[node].peer_address for node in sorted({s["holder"] for s in samples}) if node in agents}
         # One at a time: nodes of one replica must get its leases in the same order.
         async with self._turns[replica]:
             answers = await asyncio.gather(

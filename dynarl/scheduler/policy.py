@@ -33,7 +33,7 @@ class View:
     """What the decision sees. Group counts are of the running iteration (or minibatch).
 
     roles: active role of each node; may: roles each node can take; running: live requests on each node, where there are some;
-    num_running: all of these, if it is known;
+    num_running: all of these, taken: the roles that some node has, if they are known;
     needs_scoring: the inference role recomputes old log-probabilities in this job. minibatch: index of the running one;
     num_samples, num_groups: of the whole iteration; num_complete: groups whose answers are all there.
     """
@@ -53,6 +53,11 @@ class View:
     num_groups: int = 0
     num_complete: int = 0
     num_running: int | None = None
+    taken: frozenset[str] | None = None
+
+    def is_taken(self, role: str) -> bool:
+        """Whether some node has this role."""
+        return role in (self.roles.values() if self.taken is None else self.taken)
 
     @property
     def live(self) -> int:
@@ -103,7 +108,7 @@ def take_turns(view: View, free: Iterable[str]) -> dict[str, str]:
 
 def return_to_rollout(view: View) -> dict[str, str]:
     """One node back where a fault has left requests and no node that generates."""
-    if not view.waiting or "rollout" in view.roles.values():
+    if not view.waiting or view.is_taken("rollout"):
         return {}
     # Rather one that does not train: nothing that it has accumulated can be in the way.
     able = sorted((view.roles[node] == "training", node) for node in view.roles if "rollout" in view.may[node])

@@ -58,25 +58,22 @@ class Boundaries:
         """The moves wanted now. Between boundaries: none."""
         if rescue := return_to_rollout(view) or _return_to_inference(view):
             return rescue
-        few, at_boundary = self._are_few(view), view.minibatch > self.decided
-        if not few and not at_boundary:  # as at most looks, and of many nodes
+        if not view.is_taken("training"):
+            return self._return_home(view)
+        if view.minibatch <= self.decided:
             return {}
-        if "training" not in view.roles.values():
-            return self._return_home(view) if few else {}
-        return self._at_boundary(view) if at_boundary else {}
-
-    def _are_few(self, view: View) -> bool:
-        """Whether few requests are left, and there is something else to do."""
-        # The artifact adds one, so that a tiny batch can trigger at all.
-        few = view.live <= int(self.policy.trigger * view.num_samples) + 1
-        return few and view.num_complete > LEAST_COMPLETE * view.num_groups
+        self.decided = view.minibatch
+        return self._at_boundary(view)
 
     def _return_home(self, view: View) -> dict[str, str]:
+        # The artifact adds one, so that a tiny batch can trigger at all.
+        few = view.live <= int(self.policy.trigger * view.num_samples) + 1
+        if not few or view.num_complete <= LEAST_COMPLETE * view.num_groups:
+            return {}
         self.decided = view.minibatch
         return {node: self.home[node] for node, role in view.roles.items() if self.home[node] not in ("rollout", role)}
 
     def _at_boundary(self, view: View) -> dict[str, str]:
-        self.decided = view.minibatch
         numbers = Counter(view.roles.values())
         scored = not (view.live or view.to_score or view.scoring or view.generating)
         # Only nodes in roles: one that left without a place to go is where it was, with nothing to do.
@@ -106,8 +103,7 @@ def in_turn(view: View) -> dict[str, str]:
 def _return_to_inference(view: View) -> dict[str, str]:
     """One node where a fault has left groups to score and no node that scores: inference had left, or the node that was
     to take it could not. A rollout node with nothing to do comes first."""
-    roles = view.roles.values()
-    if not view.to_score or "inference" in roles or "training" not in roles:
+    if not view.to_score or view.is_taken("inference") or not view.is_taken("training"):
         return {}
     idle = {n for n, r in view.roles.items() if r == "rollout" and not view.waiting + view.running.get(n, 0)}
     free = sorted((role == "training", node) for node, role in view.roles.items() if role == "training" or node in idle)

@@ -35,6 +35,7 @@ rounded up.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from typing import Literal, NamedTuple
@@ -69,6 +70,12 @@ class Event(NamedTuple):
     turn: int
 
 
+@functools.cache  # the engines of a job are all alike
+def _batch_fs(model: StepModel, most: int) -> list[int]:
+    """Femtoseconds of a step by the number of its requests, without what their tokens take."""
+    return [round(model.batch_seconds(batch) * FS_PER_S) for batch in range(most + 1)]
+
+
 class DecodeEngine:
     """Times are integer nanoseconds and never go back. What is added at one instant is taken in together.
 
@@ -89,7 +96,7 @@ class DecodeEngine:
         self._capacity = kv_capacity_tokens // block_tokens
         self._max_running = max_running
         self._block = block_tokens
-        self._batch_fs = [round(step_model.batch_seconds(batch) * FS_PER_S) for batch in range(max_running + 1)]
+        self._batch_fs = _batch_fs(step_model, max_running)
         self._token_fs = round(step_model.per_kv_token_s * FS_PER_S)
         if min(self._batch_fs[1:]) <= 0:
             raise EngineError(f"a step of {step_model} takes no time: give it a fixed_s")
