@@ -16,7 +16,7 @@ import numpy as np
 from dynarl import wire
 from dynarl.config.schema import Config
 from dynarl.dataflow.ledger import Ledger
-from dynarl.dataflow.routing import Instance, Move, Request, rebalance, route
+from dynarl.dataflow.routing import Instance, Move, Outline, Request, may_move, rebalance, route
 from dynarl.dataflow.speeds import Speeds
 from dynarl.scheduler.survival import Lengths
 
@@ -211,6 +211,8 @@ class Router:
         self._refresh(ledger, nodes, now)
         if len(nodes) > 3 * LOOKED_AT:
             nodes = self._worth_a_look(ledger, nodes, now)
+        if not may_move([self._outline(ledger, node, now) for node in nodes], self.move_s):
+            return []
         return rebalance([self._instance(ledger, node, now) for node in nodes], move_s=self.move_s)
 
     def _worth_a_look(self, ledger: Ledger, nodes: list[str], now: float) -> list[str]:
@@ -284,6 +286,11 @@ class Router:
         # To prefill a token takes at most as long as to decode it with others.
         return Instance(node, self._max_running, running, fixed_s, each_s, prefill_s=each_s,
                         kv_tokens=self._kv_of.get(node, math.inf), max_queued=self._max_queued)
+
+    def _outline(self, ledger: Ledger, node: str, now: float) -> Outline:
+        (tokens, _, remaining), (fixed_s, each_s) = self._progress(ledger, node, now), self._speed(node)
+        longest, least = float(remaining.max(initial=0.0)), float(tokens.min(initial=np.inf))
+        return Outline(len(tokens), longest, self._prompt_tokens + least, fixed_s, each_s, prefill_s=each_s)
 
     def _speed(self, node: str) -> tuple[float, float]:
         """(fixed_s, per_request_s) of a node: its engines share its requests."""

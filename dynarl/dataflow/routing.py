@@ -31,10 +31,9 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right, insort
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 # A request changes instances if it ends earlier by this many times what the change costs: estimates err.
@@ -174,6 +173,37 @@ def rebalance(instances: Iterable[Instance], *, move_s: float, most: int = 32) -
             for request, source, target, gain_s in _level(loads, movable, move_s, most)]
 
 
+class Outline(NamedTuple):
+    """What is enough to see that an instance has nothing to give: how many requests it has, tokens left of the longest,
+    the shortest prefix; its speed as `Instance` has it."""
+
+    requests: int
+    longest: float
+    prefix: float
+    fixed_s: float
+    per_request_s: float
+    prefill_s: float
+
+    def step_s(self, more: int = 0) -> float:
+        return self.fixed_s + self.per_request_s * (self.requests + more)
+
+
+def may_move(outlines: Sequence[Outline], move_s: float) -> bool:
+    """False if `rebalance` would find nothing: even the longest request, were its prefix the shortest, would not gain
+    what a change costs.
+
+    >>> [may_move([Outline(n, 100.0, 10.0, 1.0, 0.1, 0.1), Outline(4, 9.0, 10.0, 1.0, 0.1, 0.1)], 1.0) for n in (5, 8)]
+    [False, True]
+    """
+    return any(
+        (source.step_s() - target.step_s(1)) * source.longest
+        > PAYBACK * (move_s + target.prefill_s * source.prefix * (1 + target.requests))
+        for source in outlines
+        for target in outlines
+        if source is not target
+    )
+
+
 @dataclass
 class _Load:
     """An instance with what it was given so far."""
@@ -183,28 +213,25 @@ class _Load:
     total: float = 0.0
     prefill: float = 0.0
     kv_tokens: float = 0.0
+    groups: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def __post_init__(self) -> None:
         self.name = self.instance.name
         for request in self.instance.running:
             self.left.append(request.remaining)
             self.total += request.remaining
-            self.kv_tokens += request.prefix + request.remaining
+            self.kv_tokens += request.kv_tokens
+            self.groups[request.group] += 1
         self.left.sort()
 
-    @cached_property
-    def groups(self) -> dict[str, int]:
-        """Members of each group. Whoever only looks for moves that pay, and finds none, does not ask."""
-        return Counter(request.group for request in self.instance.running)
-
     def _count(self, request: Request, sign: int) -> None:
-        self.groups[request.group] += sign
         if sign > 0:
             insort(self.left, request.remaining)
         else:
             del self.left[bisect_right(self.left, request.remaining) - 1]
         self.total += sign * request.remaining
         self.kv_tokens += sign * request.kv_tokens
+        self.groups[request.group] += sign
 
     def add(self, request: Request) -> None:
         self.prefill += self.prefill_of(request)
@@ -294,27 +321,20 @@ def _level(loads: dict[str, _Load], movable: dict[str, list[Request]], move_s: f
     move_s: what a move costs besides the prefill; None: the requests do not run yet, so there is nothing to pay back.
     """
     queue, order = _Queue(loads.values()), {name: index for index, name in enumerate(loads)}
-    sorted_names: set[str] = set()
-
-    def in_order(load: _Load) -> list[Request]:
-        """What may leave it, the shortest first."""
-        if load.name not in sorted_names:
-            sorted_names.add(load.name)
-            movable[load.name].sort(key=lambda request: (request.remaining, -request.prefix, request.sample))
-        return movable[load.name]
-
+    for requests in movable.values():
+        requests.sort(key=lambda request: (request.remaining, -request.prefix, request.sample))
     late = [(-load.finish(), order[name], load) for name, load in loads.items()]
     heapq.heapify(late)
     moves: list[tuple[Request, str, str, float]] = []
     while late and len(moves) < most:
         end, _, source = late[0]
         targets = [load for load in queue.earliest() if load is not source] if -end == source.finish() else []
-        gain, index, target = max((_best_move(source, target, in_order, move_s) for target in targets),
+        gain, index, target = max((_best_move(source, target, movable[source.name], move_s) for target in targets),
                                   key=lambda found: found[0], default=(0.0, 0, source))
         if gain <= 0.0:  # out of date, or it can be relieved of nothing; the next may be
             heapq.heappop(late)
             continue
-        request = in_order(source).pop(index)
+        request = movable[source.name].pop(index)
         source.remove(request)
         target.add(request)
         moves.append((request, source.name, target.name, gain))
@@ -324,17 +344,10 @@ def _level(loads: dict[str, _Load], movable: dict[str, list[Request]], move_s: f
     return moves
 
 
-def _best_move(
-    source: _Load, target: _Load, in_order: Callable[[_Load], list[Request]], move_s: float | None
-) -> tuple[float, int, _Load]:
+def _best_move(source: _Load, target: _Load, movable: list[Request], move_s: float | None) -> tuple[float, int, _Load]:
     """(gain, index, target) of the request whose change helps most: the longest, the shortest, or the one that halves
     the gap. Gain 0: none helps.
     """
-    if move_s is not None:
-        longest = source.left[-1] if source.left else 0.0
-        if (source.step_s() - target.step_s(1)) * longest <= PAYBACK * move_s:  # less than the least that it costs
-            return 0.0, 0, target
-    movable = in_order(source)
     end, gap = source.finish(), source.finish() - target.finish()
     half = gap / (source.instance.per_request_s + target.instance.per_request_s or math.inf)
     middle = bisect_right(movable, half, key=lambda request: request.remaining) - 1
