@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from routing_replay import Replay, long_tailed
 
-from dynarl.dataflow.routing import PAYBACK, Instance, Request, rebalance, route
+from dynarl.dataflow.routing import PAYBACK, Instance, Outline, Request, may_move, rebalance, route
 
 
 def request(sample: str, remaining: float = 100, prefix: float = 10, home: str | None = None, affinity: str | None = None) -> Request:
@@ -286,6 +286,20 @@ def test_moves_go_to_where_there_is_room(asked, machines, move_s):
         number[move.source] -= 1
         number[move.target] += 1
     assert all(0 <= number[i.name] <= i.max_running for i in instances)
+
+
+@settings(deadline=None)
+@given(requests_strategy, instances_strategy, st.floats(0, 5))
+def test_where_no_request_may_move_none_does(asked, machines, move_s):
+    requests = [Request(f"{g}:{i}", str(g), prefix, left) for i, (g, left, prefix, *_) in enumerate(asked)]
+    instances = [Instance(f"n{i}", most, requests[i::len(machines)][:most], 0.001 + fixed, each, prefill)
+                 for i, (most, fixed, each, prefill, _) in enumerate(machines)]
+    outlines = [
+        Outline(len(i.running), max((r.remaining for r in i.running), default=0.0),
+                min((r.prefix for r in i.running), default=0.0), i.fixed_s, i.per_request_s, i.prefill_s)
+        for i in instances
+    ]
+    assert may_move(outlines, move_s) or not rebalance(instances, move_s=move_s)
 
 
 def test_all_on_the_receiving_instance_wait_for_the_prefill():
