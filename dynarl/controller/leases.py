@@ -118,18 +118,20 @@ class Leases:
     async def send(self, method: str, lease: int, replica: Replica, samples: list[dict]) -> None:
         """Raises ReplicaTorn, or CallError when no node has got it."""
         agents = self._fleet.agents
-        addresses = {node: agents[node].peer_address for node in sorted({s["holder"] for s in samples}) if node in agents}
+        holders = sorted({item["holder"] for item in samples} & agents.keys())
+        addresses = {node: agents[node].peer_address for node in holders}
         # One at a time: nodes of one replica must get its leases in the same order.
         async with self._turns[replica]:
-            answers = await asyncio.gather(
-                *(
-                    self._fleet.call(
-                        node, method, lease=lease, devices=replica.on(node), samples=samples, holders=addresses
-                    )
-                    for node in replica.nodes
-                ),
-                return_exceptions=True,
-            )
+            calls = [
+                self._fleet.call(
+                    node, method, lease=lease, devices=replica.on(node), samples=samples, holders=addresses
+                )
+                for node in replica.nodes
+            ]
+            if len(calls) == 1:
+                await calls[0]
+                return
+            answers = await asyncio.gather(*calls, return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed and len(failed) < len(answers):
             # Workers of one replica wait for each other: those that got the lease would do so for ever.
