@@ -11,11 +11,15 @@ from typing import Any
 from dynarl.controller.fleet import AgentInfo, Fleet
 from dynarl.controller.replicas import Place
 from dynarl.sim.books import Books, ConservationError, EventLog
-from dynarl.sim.loop import VirtualLoop, nanoseconds
-from dynarl.sim.node import PARTS_INTERVAL_NS, SimNode, ToolCall
+from dynarl.sim.loop import SECOND_NS, VirtualLoop, nanoseconds
+from dynarl.sim.node import SimNode
+from dynarl.sim.rollout import ToolCall
 from dynarl.sim.workload import SimRequest
 from dynarl.sim.timeline import Timeline
 from dynarl.sim.world import World
+
+# A rollout worker tells so often what it has sampled of unfinished answers; should it die, the rest is lost.
+PARTS_INTERVAL_NS = SECOND_NS
 
 
 class SimFleet:
@@ -78,7 +82,7 @@ class SimFleet:
         for failure in self.world.failures:
             if failure.iteration == number:
                 node, at_ns = self.nodes[failure.node], self.loop.now_ns + nanoseconds(failure.at_s)
-                self.loop.at(at_ns - PARTS_INTERVAL_NS, node.record_parts)
+                self.loop.at(at_ns - PARTS_INTERVAL_NS, node.rollout.record_parts)
                 self.loop.at(at_ns, node.die, failure.role)
 
     def finished(self, sample: str, tokens: int) -> None:
@@ -91,10 +95,12 @@ class SimFleet:
         self.books.close(self._decoded() - self._tokens_before, self.deaths)
 
     def _decoded(self) -> int:
-        return self._old_engines_tokens + sum(s.engine.tokens_generated for n in self.nodes.values() for s in n.seats)
+        return self._old_engines_tokens + sum(
+            s.engine.tokens_generated for n in self.nodes.values() for s in n.rollout.seats
+        )
 
     def lose_rollout(self, node: SimNode) -> None:
-        self._old_engines_tokens += node.lose_requests()
+        self._old_engines_tokens += node.rollout.lose()
 
     # --- optimizer steps
 
@@ -123,7 +129,7 @@ class SimFleet:
         )
 
     def _take_gradient(self, name: str) -> None:
-        gradient = self.nodes[name].gradient
+        gradient = self.nodes[name].stages.gradient
         self.books.summed.update(gradient)
         gradient.clear()
 

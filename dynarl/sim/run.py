@@ -265,8 +265,9 @@ class _Simulation:
         found += [f"{node} has no {role} worker" for node, role in sorted(rounds.workers.down)]
         roles = Counter(rounds.epochs.roles.values())
         found += ["roles: " + ", ".join(f"{number} {role}" for role, number in sorted(roles.items()))]
-        at_tool = sum(len(node.at_tool) for node in fleet.nodes.values())
-        engines = sum(seat.engine.running + seat.engine.waiting for node in fleet.nodes.values() for seat in node.seats)
+        at_tool = sum(len(node.rollout.at_tool) for node in fleet.nodes.values())
+        seats = [seat for node in fleet.nodes.values() for seat in node.rollout.seats]
+        engines = sum(seat.engine.running + seat.engine.waiting for seat in seats)
         return "; ".join([*found, f"{engines} requests are in engines, {at_tool} at tools"])
 
 

@@ -13,8 +13,9 @@ from dynarl.errors import ConfigError
 from dynarl.sim.books import ConservationError
 from dynarl.sim.decode import DecodeEngine
 from dynarl.sim.loop import StuckError
-from dynarl.sim.node import SimNode
+from dynarl.sim.rollout import Rollout
 from dynarl.sim.run import run, simulate
+from dynarl.sim.stages import Stages
 from dynarl.sim.workload import Lengths, SimRequest, Turn
 from dynarl.sim.world import Failure
 
@@ -99,7 +100,7 @@ def test_a_failure_that_is_not_simulated_is_refused(failure, message):
 
 
 def test_a_simulation_that_cannot_go_on_names_what_waits(monkeypatch):
-    monkeypatch.setattr(SimNode, "_start", lambda self, role, device: None)  # a worker that never begins
+    monkeypatch.setattr(Stages, "_start", lambda self, role, device: None)  # a worker that never begins
     with pytest.raises(StuckError) as error:
         run(world("static"), seed=1)
     told = str(error.value)
@@ -110,20 +111,20 @@ def test_a_simulation_that_cannot_go_on_names_what_waits(monkeypatch):
 @pytest.mark.parametrize("fault", ["a gradient is lost", "an answer is too long"])
 def test_what_is_lost_or_made_up_ends_the_simulation(fault, monkeypatch):
     if fault == "a gradient is lost":
-        done = SimNode._done
+        done = Stages._done
 
         def losing(self, role, device, lease):
             done(self, role, device, lease)
             self.gradient.pop("1:3:2", None)
 
-        monkeypatch.setattr(SimNode, "_done", losing)
+        monkeypatch.setattr(Stages, "_done", losing)
     else:
-        verified = SimNode._verified
+        verified = Rollout._verified
 
         def stretching(self, sample, tokens):
             verified(self, sample, tokens + (sample == "1:3:2"))
 
-        monkeypatch.setattr(SimNode, "_verified", stretching)
+        monkeypatch.setattr(Rollout, "_verified", stretching)
     with pytest.raises(ConservationError, match="1:3:2"):
         run(world("static"), seed=1)
 
