@@ -19,22 +19,23 @@ class Bell:
     """Whatever happens rings it, and so does the time at which to look though nothing has happened."""
 
     def __init__(self) -> None:
-        self._rung = asyncio.Event()
+        self._rung: asyncio.Future[None] | None = None  # of whoever waits
         self._alarm: asyncio.TimerHandle | None = None
 
     def ring(self) -> None:
-        self._rung.set()
+        if self._rung is not None and not self._rung.done():
+            self._rung.set_result(None)
 
     async def wait(self, pause_s: float) -> None:
         """Until it rings, at the latest after `pause_s`."""
-        self._rung.clear()
         loop = asyncio.get_running_loop()
+        rung = self._rung = loop.create_future()  # an Event does more, and this waits for most events of a job
         due = loop.time() + pause_s
         # One that rings too early does no harm, and to set another for every event would cost more than most events.
         if self._alarm is None or self._alarm.when() > due:
             self.silence()
             self._alarm = loop.call_at(due, self._due)
-        await self._rung.wait()
+        await rung
 
     def _due(self) -> None:
         self._alarm = None

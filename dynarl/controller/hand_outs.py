@@ -35,6 +35,15 @@ class _Places:
     by_role: dict[str, list[str]] = field(default_factory=dict)
 
 
+@dataclass
+class _Trainable:
+    """Groups of a minibatch that training may take, as long as `state`, on which they depend, is the same."""
+
+    batch: Minibatch
+    state: tuple = ()
+    groups: list[Group] = field(default_factory=list)
+
+
 class HandOuts:
     """`requests`, `leases`: what is handed out; `turns`: who is given which role, where nodes switch by themselves;
     `leaving`: nodes that get nothing more, for they are about to change their role.
@@ -56,7 +65,7 @@ class HandOuts:
         switching = policy.switching == "node" and train
         self.turns = Turns(fleet, epochs, ledger, self.leases, list(ROLES)) if switching else None
         self.leaving: set[str] = set()
-        self._places = _Places()
+        self._places, self._trainable = _Places(), _Trainable(Minibatch(0))
         self._into = {
             role: channels.into(
                 workflow.declared(config.algorithm.workflow), role, config.dataflow.chunk, len(ledger.groups)
@@ -80,18 +89,23 @@ class HandOuts:
 
     def hand_out(self, to_train: Minibatch, *, changing: bool = False) -> None:
         """All that can be. changing: roles are about to be others."""
-        with self._monitor.overhead("routing"):
-            self.requests.hand_out(rebalance=self._policy.rebalance and not changing)
+        rebalance = self._policy.rebalance and not changing
+        if self._ledger.num_waiting or rebalance:
+            with self._monitor.overhead("routing"):
+                self.requests.hand_out(rebalance=rebalance)
         if not self._train:
             return
         if self._needs_scoring and self._ledger.num_in_state("generated") and (takers := self.at_work("inference")):
-            self.leases.hand_out("inference", self._to_score(), takers, lambda sample: {})
+            self.leases.hand_out("inference", self._to_score(), takers, lambda sample: {}, count=self.num_to_score)
         even = self._policy.shares == "even"
         # Shares are of the trainer as it is once a change is over.
         if self._ledger.num_in_state("scored") and not (even and changing):
-            among = to_train.groups if even else None
-            groups = self._to_train(to_train) if even else self._longest_first(to_train)
-            self.leases.hand_out("training", groups, self.at_work("training"), self._of_sample, among)
+            takers, among = self.at_work("training"), to_train.groups if even else None
+            groups = self._to_train(to_train) if takers else []
+            if not even:
+                # Longest first, so that the last ones, for which all but a few nodes wait before a step, are short.
+                groups = sorted(groups, key=lambda group: -group.num_tokens)
+            self.leases.hand_out("training", groups, takers, self._of_sample, among)
 
     def worker_lost(self, node: str, role: str, held: Iterable[str]) -> None:
         """Offer again what a dead worker had. held: requests whose answer so far is recorded on its node."""
@@ -123,15 +137,15 @@ class HandOuts:
 
     def num_to_train(self, batch: Minibatch) -> int:
         """Groups of a minibatch that training may take now."""
-        return sum(1 for _ in self._to_train(batch)) if self._ledger.num_in_state("scored") else 0
+        return len(self._to_train(batch))
 
     def _to_score(self) -> Iterator[Group]:
-        return (group for group in self._ledger.in_state("generated") if self.is_offered(group))
+        return (group for group in self._ledger.each_in_state("generated") if self.is_offered(group))
 
-    def _to_train(self, batch: Minibatch) -> Iterator[Group]:
-        scored = self._ledger.in_state("scored")
-        return (group for group in scored if group.name in batch.names and self.is_offered(group))
-
-    def _longest_first(self, batch: Minibatch) -> Iterator[Group]:
-        """These, so that the last ones, for which all but a few nodes wait before a step, are short."""
-        yield from sorted(self._to_train(batch), key=lambda group: -group.num_tokens)
+    def _to_train(self, batch: Minibatch) -> list[Group]:
+        names, offered = batch.names, self._into["training"].offered
+        state = len(names), len(offered), self._ledger.num_changes["scored"]
+        if batch is not self._trainable.batch or state != self._trainable.state:
+            found = [g for g in self._ledger.in_state("scored") if g.name in names and g.name in offered]
+            self._trainable = _Trainable(batch, state, found)
+        return self._trainable.groups

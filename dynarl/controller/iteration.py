@@ -116,7 +116,8 @@ class Iteration:
     def _is_accumulated(self, index: int) -> bool:
         batch = self._minibatches[index]
         # First what is counted already: minibatches are trained one after another.
-        return self.ledger.num_in_state("accumulated", "trained") >= (index + 1) * batch.size and batch.is_accumulated
+        count = self.ledger.num_in_state
+        return count("accumulated") + count("trained") >= (index + 1) * batch.size and batch.is_accumulated
 
     async def _until(self, reached: Callable[[], bool], to_train: Minibatch,
                      needed: Callable[[], dict[str, str]] = lambda: {}) -> None:
@@ -172,10 +173,12 @@ class Iteration:
         changes = self.role_changes
         if self.ledger.num_waiting or self._down or changes.current is not None:
             return TICK_S
-        now, due = self._clock(), [self.requests.rebalance_at]
-        if self._policy.name != "static":
-            due += [changes.last + self._policy.dwell_s, self._monitor.look_at]
-        return max(TICK_S, min([CALM_TICK_S, *(at - now for at in due if at > now)]))
+        now, pause_s = self._clock(), CALM_TICK_S
+        due = (self.requests.rebalance_at, changes.last + self._policy.dwell_s, self._monitor.look_at)
+        for at in due if self._policy.name != "static" else due[:1]:
+            if 0.0 < at - now < pause_s:
+                pause_s = at - now
+        return max(TICK_S, pause_s)
 
     # --- what comes back
 

@@ -39,6 +39,7 @@ class RoleChanges:
         self._boundaries = Boundaries(policy, epochs.home)
         self._clock = monitor.clock
         self._counted_at, self._counted_roles = self._clock(), dict(epochs.roles)
+        self._taken, self._taken_at = frozenset(), -1  # roles that some node has, after so many changes of them
         self.current: asyncio.Task | None = None
         self.last = 0.0
         self.minibatch = 0
@@ -83,16 +84,21 @@ class RoleChanges:
     def view(self, to_train: Minibatch) -> View:
         """What policies other than the adaptive one see."""
         count, turns = self._ledger.num_in_state, self._hand_outs.turns
-        roles = self._epochs.roles if turns is None else turns.given
+        roles, taken = self._epochs.roles if turns is None else turns.given, None
+        num_groups, generating = len(self._ledger.groups), count("generating")
         if self._down:
             roles = {n: r for n, r in roles.items() if (n, r) not in self._down}
+        elif turns is None:
+            if self._taken_at != self._epochs.num_changes:
+                self._taken_at, self._taken = self._epochs.num_changes, frozenset(roles.values())
+            taken = self._taken
         return View(
-            roles=roles, may=self._may, waiting=self._ledger.num_waiting, generating=count("generating"),
-            running=self._ledger.num_running,
+            roles=roles, taken=taken, may=self._may, waiting=self._ledger.num_waiting, generating=generating,
+            running=self._ledger.num_running, num_running=len(self._ledger.running),
             needs_scoring=self._needs_scoring, to_score=self._hand_outs.num_to_score, scoring=count("scoring"),
             to_train=self._hand_outs.num_to_train(to_train), training=count("training"),
-            minibatch=self.minibatch, num_samples=self._num_samples, num_groups=len(self._ledger.groups),
-            num_complete=len(self._ledger.groups) - count("generating"))
+            minibatch=self.minibatch, num_samples=self._num_samples, num_groups=num_groups,
+            num_complete=num_groups - generating)
 
     def _bound(self) -> frozenset[str]:
         """Nodes that the next optimizer step needs: its owners, and who has gradients of it or is about to."""
