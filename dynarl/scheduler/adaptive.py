@@ -1,6 +1,6 @@
 """The adaptive policy: compare forecasts of the iteration's end, and move only what pays.
 
-The rule, in five lines:
+The rule, in six lines:
 - Each allocation worth a look gets a forecast, staying among them: with all other moves left until the last answer, and
   with the best of some later changes of rollout.
 - A move has to pay: what it gains over staying must be more than its measured cost by `PAYBACK`, and more than what the
@@ -9,6 +9,8 @@ The rule, in five lines:
 - Nobody leaves rollout unless the others hold all live requests and their KV memory, there are complete groups that
   nobody works on, one each, and `min_rollout_nodes` stay. While requests live and nobody generates, one node returns
   at once.
+- A stage that was never seen at work is tried before it is reckoned with: one instance of it goes there as soon as
+  `TRIED_SHARE` of the groups are complete, and nobody leaves rollout on a guess. What it takes decides all the rest.
 - Nothing moves while weights are on their way, nor, as long as requests live, within `dwell_s` of the last move.
 
 Components come from the situation, in pipeline order; nothing here names one. Pure: what is the same gets the same
@@ -44,6 +46,8 @@ LEAST_ERROR = 0.1
 # A node that generates can leave when it pays, one that does not hardly comes back. So fewer generate at first only
 # if that is forecast to end earlier by this share.
 START_SHARE = 0.1
+# Of all groups, complete before the first instance of a stage of unknown speed: it should find work for a while.
+TRIED_SHARE = 1 / 16
 # Finishes that differ by less are the same: then fewer moves win.
 SAME = 5e-3
 # A later change of rollout begins in one of these cells of the forecast (it has `CELLS`, denser at the beginning).
@@ -83,6 +87,11 @@ def decide(
     made = _generation(situation, pool, survival)
     problem = _problem(situation, pool, made, costs)
     leave, held_by = _may_leave(policy, situation, pool, made)
+    if leave and (unknown := _unknown(situation, costs)):
+        tried = _try(situation, pool, made, leave, unknown)
+        if tried is not None:
+            return tried
+        leave, held_by = 0, f"{unknown} was not seen at work yet"
     plans = _plans(situation, pool, costs, leave, problem, allocations)
     alone = _finish(problem, situation, pool, plans, None)
     chosen, best_s, why = _choose(problem, situation, pool, plans, alone, costs.error)
@@ -137,6 +146,28 @@ def _call_back(situation: Situation, pool: Pool) -> Decision:
         return Decision({}, f"Stay: {reason}, and nobody may.")
     ways = Candidate({}, math.inf, 0.0, 0.0), Candidate(moves, math.inf, 0.0, 0.0)  # no forecast was made
     return Decision(moves, f"{reason}: one node returns at once.", ways, 1, math.inf)
+
+
+def _unknown(situation: Situation, costs: Costs) -> str | None:
+    """The first stage that nothing is known of, nor of another to guess it from, while requests live."""
+    if not situation.live or any(map(costs.knows, situation.queues)):
+        return None
+    return next(iter(situation.queues), None)
+
+
+def _try(situation: Situation, pool: Pool, made: Generation, leave: int, stage: str) -> Decision | None:
+    """One instance to a stage of unknown speed, once there is enough to do."""
+    queue, unit = situation.queues[stage], situation.units.get(stage, 1)
+    complete = sum(queue.groups for queue in situation.queues.values())
+    enough = queue.waiting >= max(TRIED_SHARE * (complete + made.groups), 1.0)
+    if pool.now[stage] or not enough or leave < unit or pool.able[situation.generator, stage] < unit:
+        return None
+    moves = pool.pick({(situation.generator, stage): unit})
+    if moves is None:
+        return None
+    ways = Candidate({}, math.inf, 0.0, 0.0), Candidate(moves, math.inf, 0.0, 0.0)  # no forecast was made
+    reason = f"{stage} was not seen at work yet, and {queue.waiting} groups wait: {unit} from {situation.generator} to it."
+    return Decision(moves, reason, ways, 1, math.inf)
 
 
 def _generation(situation: Situation, pool: Pool, survival: Survival) -> Generation:

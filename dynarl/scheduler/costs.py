@@ -40,7 +40,8 @@ SAME_FIT = 1e-4
 REFIT_AFTER = 16
 # Complete groups from which on an iteration says by itself how late they are.
 DELAY_FROM_GROUPS = 16
-# A token's forward pass costs about what it adds to a decode step; with backward three times that.
+# A token's forward pass costs about what it adds to a decode step; with backward three times that. On devices whose
+# decoding waits for memory it costs a tenth of it, so what was measured of one stage says more of another.
 GUESSED_SHARE = {"inference": 1.0, "training": 3.0}
 
 
@@ -245,12 +246,19 @@ class Costs:
     moves: MoveCost = field(default_factory=MoveCost)
     finish: Errors = field(default_factory=Errors)
 
+    def knows(self, stage: str) -> bool:
+        """Whether the stage was seen at work."""
+        return (rate := self.stages.get(stage)) is not None and rate.known
+
     def seconds_per_token(self, stage: str) -> float:
-        """Of one node; guessed from a decode step while the stage was not seen at work."""
-        rate = self.stages.get(stage)
-        if rate is not None and rate.known:
-            return rate.seconds_per_token
-        return GUESSED_SHARE.get(stage, 1.0) * self.step.per_request_s
+        """Of one node; while the stage was not seen at work guessed from another one, or from a decode step."""
+        if self.knows(stage):
+            return self.stages[stage].seconds_per_token
+        seen = next((name for name in self.stages if self.knows(name)), None)
+        share = GUESSED_SHARE.get(stage, 1.0)
+        if seen is not None:
+            return share / GUESSED_SHARE.get(seen, 1.0) * self.stages[seen].seconds_per_token
+        return share * self.step.per_request_s
 
     @property
     def error(self) -> float:
