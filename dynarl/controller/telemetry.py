@@ -348,7 +348,6 @@ class Monitor:
             units=units,
             slow=self.slow(running),
             bound=bound,
-            finished_share=1.0 - ledger.num_live / max(sum(len(g.samples) for g in ledger.groups.values()), 1),
             group_delay=self.delay.estimate,
         )
 

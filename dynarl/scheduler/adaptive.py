@@ -180,7 +180,6 @@ def _generation(situation: Situation, pool: Pool, survival: Survival) -> Generat
         situation.written_per_sampled,
         max(pool.now[situation.generator], 1) * situation.max_running,
         situation.group_delay,
-        situation.finished_share,
     )
 
 

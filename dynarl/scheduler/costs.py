@@ -226,15 +226,21 @@ class GroupDelay:
         self._answers += 1
 
     def next_iteration(self) -> None:
-        self._former = self.estimate
+        if self._enough:
+            self._former = max(2.0 * self._answers * self._complete / self._area - 1.0, 1.0)
         self._clear()
 
     @property
     def estimate(self) -> float | None:
         """d of this iteration, once enough groups are complete, else of the one before; None while neither is known."""
-        if self._complete < min(DELAY_FROM_GROUPS, self._groups):
+        answers = self._answers / (self._groups * self._size)
+        if not self._enough or answers >= 1.0:
             return self._former
-        return max(2.0 * self._answers * self._complete / self._area - 1.0, 1.0)
+        return max(math.log(self._complete / self._groups) / math.log(answers), 1.0)
+
+    @property
+    def _enough(self) -> bool:
+        return self._complete >= min(DELAY_FROM_GROUPS, self._groups)
 
 
 @dataclass

@@ -7,9 +7,10 @@ answer.
 - Generation: requests run in their order, as many as the nodes decode together; one that ends makes room for one that
   waits. After x steps of these, N(x) live (from the survival function). With other numbers of nodes the same work is
   done in the same order, by as many as they can decode; the last ends at the expected maximum.
-- Groups: as answers end, a share of them p, a share p^d of the groups is complete; d says how much later a group is
-  than its answers, seen in this job. Unless that is known, members are independent: one with k live members is
-  complete with chance (1 - N(x)/N(0))^k. Its tokens are the work of every stage.
+- Groups: one with k live members is complete with chance p^(k^h), as p of the live answers have ended. Were members
+  independent, h would be 1. What was seen in this job, a share p^d of all groups of m members, makes it log d / log m
+  so far; but members of a group differ by more the longer they get, so that what is to come is half-way between. Where
+  requests wait, and groups begin one after another, it goes on as it was. Its tokens are the work of every stage.
 - Stages: work that has arrived is done first come, first served, by all nodes of the stage: a queue's departures are
   the running maximum of (arrival, and all work since then). Groups are not split: a stage with G groups left is
   never faster than one group, and its n nodes do as much as G / ceil(G / n).
@@ -22,6 +23,7 @@ already.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,12 +86,11 @@ def generation(
     written_per_sampled: float = 1.0,
     slots: float = np.inf,
     group_delay: float | None = None,
-    finished_share: float = 0.0,
 ) -> Generation:
     """lengths: tokens so far of each live request; live_members: {live members: number of unfinished groups};
     finished_tokens: of finished answers in these groups; prompt_tokens: mean length of a prompt; written_per_sampled:
     tokens that an answer has, and the stages have to work on, for each that takes a decode step; slots: requests that
-    are decoded together; group_delay: d; finished_share: of all answers, those that have ended."""
+    are decoded together; group_delay: d."""
     kinds, counts = grouped(lengths)
     if not len(kinds):
         nothing = np.zeros(CELLS + 1)
@@ -115,11 +116,12 @@ def generation(
         )
     groups = float(sum(live_members.values()))
     ended = 1.0 - live / total
-    if group_delay is None:
-        complete = sum(n * ended**k for k, n in live_members.items()) / max(groups, 1.0)
-    else:
-        before = finished_share**group_delay
-        complete = ((finished_share + (1.0 - finished_share) * ended) ** group_delay - before) / (1.0 - before)
+    power, most = 1.0, max(live_members, default=1)
+    if group_delay is not None and most > 1:
+        seen = min(math.log(group_delay) / math.log(most), 1.0)
+        waiting = max(total - slots, 0.0) / total
+        power = waiting * seen + (1.0 - waiting) * 0.5 * (1.0 + seen)
+    complete = sum(n * ended ** (k**power) for k, n in live_members.items()) / max(groups, 1.0)
     rest = survival.expected_remaining(kinds)
     tokens = finished_tokens + written_per_sampled * float(counts @ (kinds + rest))
     # The last group is longer than the mean by what its last answer is longer.

@@ -30,8 +30,7 @@ class Situation:
     max_running: requests that one node decodes together; max_queued: beyond these it holds so many; kv_tokens: what all
     of them may take there (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
     the others; written_per_sampled: tokens of an answer for each that is decoded, more than 1 where tools write too; bound: nodes
-    that the next step of the last component waits for, since they own its state or hold a part of its sum; finished_share: of all
-    answers, those that have ended; group_delay: d, where a share p^d of the groups is complete when a share p of the
+    that the next step of the last component waits for, since they own its state or hold a part of its sum; group_delay: d, where a share p^d of the groups is complete when a share p of the
     answers has ended (None: unknown).
     """
 
@@ -52,7 +51,6 @@ class Situation:
     slow: frozenset[str] = frozenset()
     written_per_sampled: float = 1.0
     bound: frozenset[str] = frozenset()
-    finished_share: float = 0.0
     group_delay: float | None = None
 
     @property
