@@ -75,6 +75,7 @@ class Monitor:
         self._rates: dict[str, float] = {}
         self._partial: dict[str, int] = {}  # sample -> sampled tokens of the answer that its node gave up
         self._written, self._sampled = 0, 0  # tokens of all finished answers, and without those of tools
+        self._tool_s = 0.0  # that all finished answers have waited for tools
         self._leases: dict[int, tuple[str, Replica, float, float]] = {}  # lease -> (role, replica, tokens, when)
         self._free_at: dict[Replica, float] = {}
         self.begin(0)
@@ -141,6 +142,7 @@ class Monitor:
         self.delay.finished(wire.group_of(sample))
         self._written += tokens
         self._sampled += tokens - masked_tokens
+        self._tool_s += tool_seconds
         at_s = round(self.clock() - self._began, 4)
         self.trace.answers.append([sample, prompt_tokens, tokens, masked_tokens, tool_calls, tool_seconds, at_s])
 
@@ -151,6 +153,11 @@ class Monitor:
     def written_per_sampled(self) -> float:
         """Tokens of an answer for each that was sampled; 1 without tools."""
         return self._written / self._sampled if self._sampled else 1.0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that an answer waits for tools, for each token that is sampled."""
+        return self._tool_s / self._sampled if self._sampled else 0.0
 
     def leased(self, lease: int, role: str, replica: Replica, tokens: float) -> None:
         self._leases[lease] = (role, replica, tokens, self.clock())
@@ -298,6 +305,7 @@ class Monitor:
             lengths=[0] * (groups * size),
             live_members={size: groups},
             written_per_sampled=self.written_per_sampled,
+            wait_s=self.wait_s,
             max_running=self._max_running,
             max_queued=self._max_queued,
             group_delay=self.delay.estimate,
@@ -342,6 +350,8 @@ class Monitor:
             finished_tokens=sum(g.num_tokens for g in generating),
             prompt_tokens=self._config.algorithm.max_prompt_tokens,
             written_per_sampled=self.written_per_sampled,
+            wait_s=self.wait_s,
+            one_by_one=ledger.num_in_state("trained") > 0,
             max_running=self._max_running,
             max_queued=self._max_queued,
             kv_tokens=self.kv_tokens(),
@@ -349,6 +359,7 @@ class Monitor:
             slow=self.slow(running),
             bound=bound,
             group_delay=self.delay.estimate,
+            finished_share=1.0 - ledger.num_live / max(sum(len(g.samples) for g in ledger.groups.values()), 1),
         )
 
     def lengths_on(self, node: str, count: int) -> np.ndarray:

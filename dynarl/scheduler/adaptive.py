@@ -2,7 +2,7 @@
 
 The rule, in six lines:
 - Each allocation worth a look gets a forecast, staying among them: with all other moves left until the last answer, and
-  with the best of some later changes of rollout.
+  with the best of some ways in which rollout becomes smaller before it, in large steps or small ones.
 - A move has to pay: what it gains over staying must be more than its measured cost by `PAYBACK`, and more than what the
   forecasts are usually wrong by, times `NOISE_SHARE`. So noise moves nobody.
 - And it has to be now: when the best plan that starts with staying is better, the scheduler waits and looks again.
@@ -10,7 +10,7 @@ The rule, in six lines:
   nobody works on, one each, and `min_rollout_nodes` stay. While requests live and nobody generates, one node returns
   at once.
 - A stage that was never seen at work is tried before it is reckoned with: one instance of it goes there as soon as
-  `TRIED_SHARE` of the groups are complete, and nobody leaves rollout on a guess. What it takes decides all the rest.
+  `TRIED_SHARE` of the answers have ended, and nobody leaves rollout on a guess. What it takes decides all the rest.
 - Nothing moves while weights are on their way, nor, as long as requests live, within `dwell_s` of the last move.
 
 Components come from the situation, in pipeline order; nothing here names one. Pure: what is the same gets the same
@@ -29,7 +29,7 @@ import numpy as np
 from dynarl.config.schema import Policy
 from dynarl.scheduler.allocations import Flows, Pool, ladder, targets
 from dynarl.scheduler.costs import Costs
-from dynarl.scheduler.forecast import CELLS, Generation, Problem, Stage, finish_times, generation
+from dynarl.scheduler.forecast import CELLS, NO_NODES, Generation, Problem, Stage, finish_times, generation
 from dynarl.scheduler.situation import Candidate, Decision, Situation
 from dynarl.scheduler.survival import Survival
 
@@ -46,18 +46,21 @@ LEAST_ERROR = 0.1
 # A node that generates can leave when it pays, one that does not hardly comes back. So fewer generate at first only
 # if that is forecast to end earlier by this share.
 START_SHARE = 0.1
-# Of all groups, complete before the first instance of a stage of unknown speed: it should find work for a while.
-TRIED_SHARE = 1 / 16
+# Of all answers, ended before the first instance of a stage of unknown speed leaves rollout: soon enough to know, before
+# nodes have to leave, what they leave for; and it finds groups to work on.
+TRIED_SHARE = 0.5
 # Finishes that differ by less are the same: then fewer moves win.
 SAME = 5e-3
-# A later change of rollout begins in one of these cells of the forecast (it has `CELLS`, denser at the beginning).
+# Rollout begins to become smaller in one of these cells of the forecast (it has `CELLS`, denser at the beginning). From
+# there on it keeps a share of its nodes, or of them this power of the share of requests that still live: one large
+# step, or many small ones. Were there only the first, a move now would be preferred for the step that it adds.
 LATER_CELLS = (4, 11, 20)
+KEPT_SHARES, KEPT_POWERS = (0.75, 0.5, 0.25), (0.3, 0.6, 1.0)
 # Allocations of each number of rollout nodes that are looked at with later changes, and all of them together.
-BEST_OF_EACH, MOST_LOOKED_AT = 3, 10
+BEST_OF_EACH, MOST_LOOKED_AT = 3, 12
 SHOWN = 8
 # A finish so far away means never: a stage has work and will have no node.
 FAR_S, NEVER_S = 1e6, 1e12
-
 
 @dataclass(frozen=True)
 class _Plan:
@@ -87,11 +90,10 @@ def decide(
     made = _generation(situation, pool, survival)
     problem = _problem(situation, pool, made, costs)
     leave, held_by = _may_leave(policy, situation, pool, made)
-    if leave and (unknown := _unknown(situation, costs)):
-        tried = _try(situation, pool, made, leave, unknown)
-        if tried is not None:
+    if situation.live and (unknown := next((name for name in situation.queues if not costs.knows(name)), None)):
+        if tried := _try(situation, pool, leave, unknown):
             return tried
-        leave, held_by = 0, f"{unknown} was not seen at work yet"
+        leave, held_by = 0, held_by or f"{unknown} was not seen at work yet"
     plans = _plans(situation, pool, costs, leave, problem, allocations)
     alone = _finish(problem, situation, pool, plans, None)
     chosen, best_s, why = _choose(problem, situation, pool, plans, alone, costs.error)
@@ -148,25 +150,16 @@ def _call_back(situation: Situation, pool: Pool) -> Decision:
     return Decision(moves, f"{reason}: one node returns at once.", ways, 1, math.inf)
 
 
-def _unknown(situation: Situation, costs: Costs) -> str | None:
-    """The first stage that nothing is known of, nor of another to guess it from, while requests live."""
-    if not situation.live or any(map(costs.knows, situation.queues)):
+def _try(situation: Situation, pool: Pool, leave: int, stage: str) -> Decision | None:
+    """One instance to a stage of unknown speed, once it is time and there is something to do."""
+    queue, unit, generator = situation.queues[stage], situation.units.get(stage, 1), situation.generator
+    if pool.now[stage] or not queue.waiting or situation.finished_share < TRIED_SHARE:
         return None
-    return next(iter(situation.queues), None)
-
-
-def _try(situation: Situation, pool: Pool, made: Generation, leave: int, stage: str) -> Decision | None:
-    """One instance to a stage of unknown speed, once there is enough to do."""
-    queue, unit = situation.queues[stage], situation.units.get(stage, 1)
-    complete = sum(queue.groups for queue in situation.queues.values())
-    enough = queue.waiting >= max(TRIED_SHARE * (complete + made.groups), 1.0)
-    if pool.now[stage] or not enough or leave < unit or pool.able[situation.generator, stage] < unit:
+    if min(leave, pool.able[generator, stage]) < unit:
         return None
-    moves = pool.pick({(situation.generator, stage): unit})
-    if moves is None:
-        return None
+    moves = pool.pick({(generator, stage): unit})
     ways = Candidate({}, math.inf, 0.0, 0.0), Candidate(moves, math.inf, 0.0, 0.0)  # no forecast was made
-    reason = f"{stage} was not seen at work yet, and {queue.waiting} groups wait: {unit} from {situation.generator} to it."
+    reason = f"{stage} was not seen at work yet, and {queue.waiting} groups wait: {unit} from {generator} to it."
     return Decision(moves, reason, ways, 1, math.inf)
 
 
@@ -201,7 +194,18 @@ def _problem(situation: Situation, pool: Pool, made: Generation, costs: Costs) -
     move_s = costs.moves.seconds(situation.generator, names[-1]) if names else 0.0
     running_share = situation.max_running / situation.most
     kv_tokens = math.inf if situation.kv_tokens is None else situation.kv_tokens * running_share
-    return Problem(made, stages, costs.step.parts, situation.max_running, move_s, stuck, kv_tokens)
+    return Problem(
+        made,
+        stages,
+        costs.step.parts,
+        situation.max_running,
+        move_s,
+        stuck,
+        kv_tokens,
+        situation.wait_s,
+        pool.now[situation.generator],
+        costs.forward_s,
+    )
 
 
 def _may_leave(policy: Policy, situation: Situation, pool: Pool, made: Generation) -> tuple[int, str]:
@@ -249,19 +253,21 @@ def _plans(
         flows = pool.flows(target)
         if flows is not None:
             back = any(giver and order.index(giver) > order.index(taker) for giver, taker in flows)
-            plans.append(_Plan(target, flows, max(map(pause_s, flows), default=0.0), sum(flows.values()), back))
+            ways = {taker: max(pause_s(flow) for flow in flows if flow[1] == taker) for _, taker in flows}
+            cost_s = sum(ways.values()) if situation.one_by_one else max(ways.values(), default=0.0)
+            plans.append(_Plan(target, flows, cost_s, sum(flows.values()), back))
     return plans
 
 
 def _finish(
-    problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], later: list[tuple[int, int]] | None
+    problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], later: np.ndarray | None
 ) -> np.ndarray:
-    """Seconds to the end for each plan; `later`: for each (rollout nodes, cell from which it has them)."""
+    """Seconds to the end for each plan; later: [plans, cells] rollout nodes that it keeps."""
     now = np.array([pool.now[c] for c in situation.components])
     nodes = np.array([plan.target for plan in plans])
-    keep, cell = np.array(later or [(plan.target[0], CELLS) for plan in plans]).T
+    generators = np.repeat(nodes[:, :1], CELLS, axis=1) if later is None else later
     ends = finish_times(
-        problem, nodes, np.maximum(nodes - now, 0), np.array([plan.pause_s for plan in plans]), keep, cell
+        problem, nodes, np.maximum(nodes - now, 0), np.array([plan.pause_s for plan in plans]), generators
     )
     return np.where(ends < FAR_S, ends, NEVER_S)
 
@@ -303,9 +309,12 @@ def _promising(plans: list[_Plan], alone: np.ndarray) -> np.ndarray:
     """Staying, and of each number of rollout nodes the best: small steps are not the best for ever, but may be for
     now."""
     picked, seen = [0], {}
+    as_many = [i for i, plan in enumerate(plans) if i and plan.target[0] == plans[0].target[0]]
+    if as_many:  # what can be done without taking from rollout
+        picked.append(min(as_many, key=lambda i: alone[i]))
     for index in np.argsort(alone, kind="stable").tolist():
         rollout = plans[index].target[0]
-        if index and seen.get(rollout, 0) < BEST_OF_EACH and len(picked) < MOST_LOOKED_AT:
+        if index not in picked and seen.get(rollout, 0) < BEST_OF_EACH and len(picked) < MOST_LOOKED_AT:
             seen[rollout] = seen.get(rollout, 0) + 1
             picked.append(index)
     return np.array(picked)
@@ -314,20 +323,25 @@ def _promising(plans: list[_Plan], alone: np.ndarray) -> np.ndarray:
 def _with_later(
     problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], alone: np.ndarray
 ) -> np.ndarray:
-    """The best forecast of each plan when rollout may change once more before the last answer."""
-    rows, choices = [], []
+    """The best forecast of each plan when rollout may become smaller before the last answer."""
+    if not situation.live:
+        return alone
+    live = np.maximum(problem.generation.live[:-1], NO_NODES)
+    least = max(problem.stuck, 1, -(-int(live[0] * 0.5) // max(situation.most, 1)))
+    cells = np.arange(CELLS)
+    rows: list[int] = []
+    later: list[np.ndarray] = []
     for index, plan in enumerate(plans):
-        least = max(problem.stuck, 1, -(-int(problem.generation.live[0] * 0.5) // max(situation.most, 1)))
-        fewer = sorted(
-            {max(least, round(plan.target[0] * part)) for part in (0.75, 0.5, 0.25)} | {max(plan.target[0] - 1, least)}
-        )
-        for keep in fewer if situation.live else ():
-            for cell in LATER_CELLS if keep < plan.target[0] else ():
-                rows.append(index)
-                choices.append((keep, cell))
+        have = plan.target[0]
+        fewer = sorted({max(least, round(have * part)) for part in KEPT_SHARES} | {max(have - 1, least)})
+        for cell in LATER_CELLS if have > least else ():
+            kept = [np.full(CELLS, keep) for keep in fewer if keep < have]
+            kept += [np.ceil(have * np.minimum(live / live[cell], 1.0) ** power) for power in KEPT_POWERS]
+            later += [np.where(cells < cell, have, np.clip(keep, least, have)) for keep in kept]
+        rows += [index] * (len(later) - len(rows))
     if not rows:
         return alone
-    found = _finish(problem, situation, pool, [plans[row] for row in rows], choices)
+    found = _finish(problem, situation, pool, [plans[row] for row in rows], np.array(later, dtype=float))
     best = alone.copy()
     np.minimum.at(best, rows, found)
     return best

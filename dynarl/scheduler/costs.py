@@ -227,16 +227,22 @@ class GroupDelay:
 
     def next_iteration(self) -> None:
         if self._enough:
-            self._former = max(2.0 * self._answers * self._complete / self._area - 1.0, 1.0)
+            self._former = self._of_all
         self._clear()
 
     @property
     def estimate(self) -> float | None:
         """d of this iteration, once enough groups are complete, else of the one before; None while neither is known."""
         answers = self._answers / (self._groups * self._size)
-        if not self._enough or answers >= 1.0:
+        if not self._enough:
             return self._former
+        if answers >= 1.0:
+            return self._of_all
         return max(math.log(self._complete / self._groups) / math.log(answers), 1.0)
+
+    @property
+    def _of_all(self) -> float:
+        return max(2.0 * self._answers * self._complete / self._area - 1.0, 1.0)
 
     @property
     def _enough(self) -> bool:
@@ -265,6 +271,11 @@ class Costs:
         if seen is not None:
             return share / GUESSED_SHARE.get(seen, 1.0) * self.stages[seen].seconds_per_token
         return share * self.step.per_request_s
+
+    @property
+    def forward_s(self) -> float:
+        """Of one node, for a token that only goes through the model, as it does in inference and in a prefill."""
+        return self.seconds_per_token("inference")
 
     @property
     def error(self) -> float:

@@ -6,7 +6,8 @@ answer.
 
 - Generation: requests run in their order, as many as the nodes decode together; one that ends makes room for one that
   waits. After x steps of these, N(x) live (from the survival function). With other numbers of nodes the same work is
-  done in the same order, by as many as they can decode; the last ends at the expected maximum.
+  done in the same order, by as many as they can decode; the last ends at the expected maximum. Where nodes leave, the
+  others compute again the keys and values of what these had.
 - Groups: one with k live members is complete with chance p^(k^h), as p of the live answers have ended. Were members
   independent, h would be 1. What was seen in this job, a share p^d of all groups of m members, makes it log d / log m
   so far; but members of a group differ by more the longer they get, so that what is to come is half-way between. Where
@@ -36,9 +37,9 @@ BACKLOG_CELLS = 8
 # Cells in which the order of requests is played out.
 FINE_CELLS = 128
 NEVER = np.inf
-# Two paths of equal length end 2 ** (1 / SHARPNESS) later than one: 9 %, as far as paths of ten per cent error are
+# Two paths of equal length end 2 ** (1 / SHARPNESS) later than one: 4 %, as far as paths of five per cent error are
 # apart.
-SHARPNESS = 8
+SHARPNESS = 16
 # Nodes of a stage that has none: a finish far away instead of a division by zero.
 NO_NODES = 1e-9
 
@@ -172,7 +173,8 @@ def _in_order(
 class Problem:
     """step: (a, c, k) of a decode step; max_running: requests that one node decodes together; move_s: seconds that a
     node that moves later is missing; stuck: rollout nodes that can be nothing else; kv_tokens: that those of one node
-    hold together."""
+    hold together; wait_s: that a request is not decoded, for tools, for each token that is; rollout: nodes that generate
+    now; refill_s: of a node, for each token whose keys and values are computed again."""
 
     generation: Generation
     stages: tuple[Stage, ...]
@@ -181,23 +183,28 @@ class Problem:
     move_s: float
     stuck: int = 0
     kv_tokens: float = np.inf
+    wait_s: float = 0.0
+    rollout: int = 0
+    refill_s: float = 0.0
 
 
 def finish_times(
-    problem: Problem, nodes: np.ndarray, incoming: np.ndarray, pause_s: np.ndarray, keep: np.ndarray, cell: np.ndarray
+    problem: Problem, nodes: np.ndarray, incoming: np.ndarray, pause_s: np.ndarray, generators: np.ndarray
 ) -> np.ndarray:
     """[plans] seconds until the last stage is through. nodes, incoming: [plans, components] nodes after the first
-    change, and how many of them are new there; pause_s: [plans] how long these are missing; keep, cell: [plans]
-    rollout nodes from that cell of x on (`CELLS`: no change before the last answer)."""
+    change, and how many of them are new there; pause_s: [plans] how long these are missing; generators: [plans, cells]
+    rollout nodes, which never become more."""
     nodes = nodes.astype(float)
     lost = (nodes[:, 0] <= 0) & (problem.generation.live[0] > 0)
     nodes[lost, 0] = 1.0  # for finite numbers; the answer is NEVER
-    generators, ends = _generate(problem, nodes[:, 0], keep, cell)
+    generators = np.maximum(np.where(lost[:, None], 1.0, generators), NO_NODES)
+    ends = _generate(problem, generators)
     stages, rollout = problem.stages, nodes[:, 0]
     spans = np.diff(ends, axis=1)
     work = np.array([_work_left(problem, s) for s in range(len(stages))])
     work = work * [stage.reachable for stage in stages]
     left = generators[:, -1]
+    gone = (rollout[:, None] - generators) / np.maximum(rollout - left, NO_NODES)[:, None]
     leavers = _spread(rollout - left, work, nodes[:, 1:])
     freed = np.maximum(rollout - problem.stuck, 0.0) if problem.generation.groups else np.zeros(len(nodes))
     freed = _spread(freed, work, nodes[:, 1:])
@@ -212,7 +219,7 @@ def finish_times(
             continue
         own = np.floor(nodes[:, 1 + s] / stage.unit) * stage.unit
         future = problem.generation.groups + sum(up.groups for up in stages[: s + 1])
-        during = own[:, None] + leavers[:, s, None] * (generators < rollout[:, None])
+        during = own[:, None] + leavers[:, s, None] * gone
         after = own + freed[:, s]
         last = after + passed
         edges, capacity = _capacity(
@@ -242,24 +249,26 @@ def finish_times(
     return np.where(lost, NEVER, finish)
 
 
-def _generate(
-    problem: Problem, rollout: np.ndarray, keep: np.ndarray, cell: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rollout nodes in each cell, and the times at which cells end (beginning with 0)."""
+def _generate(problem: Problem, generators: np.ndarray) -> np.ndarray:
+    """[plans, cells + 1] times at which cells end, beginning with 0."""
     (a, c, k), made = problem.step, problem.generation
     steps = np.diff(made.x)
     held = 0.5 * (made.held[1:] + made.held[:-1])
     live = np.maximum(0.5 * (made.live[1:] + made.live[:-1]), made.work / np.maximum(steps, NO_NODES))
     most = np.clip(problem.kv_tokens / np.maximum(held, 1.0), 1.0, problem.max_running)
-
-    later = np.arange(len(live))[None, :] >= cell[:, None]
-    generators = np.maximum(np.where(later, np.minimum(rollout, keep)[:, None], rollout[:, None]), NO_NODES)
-    # Requests change nodes, so all nodes have about as many.
-    each = np.minimum(live / generators, most)
-    running = np.maximum(each, 1.0)
-    steps = np.maximum(made.work / np.maximum(each * generators, NO_NODES), np.where(live < 1.0, steps, 0.0))
-    spans = steps * (a + running * (c + k * held))
-    return generators, np.concatenate([np.zeros((len(rollout), 1)), np.cumsum(spans, axis=1)], axis=1)
+    # Requests change nodes, so all nodes have about as many. Of these some are at a tool.
+    have = live / generators
+    each = np.minimum(have, most)
+    for _ in range(2 if problem.wait_s else 1):
+        step_s = a + np.maximum(each, 1.0) * (c + k * held)
+        each = np.minimum(have * (step_s / (step_s + problem.wait_s)), most)
+    alone_s = np.where(live < 1.0, steps * (step_s + problem.wait_s), 0.0)
+    spans = np.maximum(made.work / np.maximum(each * generators, NO_NODES) * step_s, alone_s)
+    before = np.concatenate([np.full((len(generators), 1), problem.rollout), generators[:, :-1]], axis=1)
+    leaving = np.maximum(before - generators, 0.0)
+    handed_over = leaving * np.minimum(live / np.maximum(before, 1.0), most) * held
+    spans += problem.refill_s * handed_over / generators
+    return np.concatenate([np.zeros((len(generators), 1)), np.cumsum(spans, axis=1)], axis=1)
 
 
 def _latest(paths: np.ndarray) -> np.ndarray:

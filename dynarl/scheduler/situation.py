@@ -29,9 +29,11 @@ class Situation:
     unfinished groups}; finished_tokens: of finished answers in these; prompt_tokens: mean length of a prompt;
     max_running: requests that one node decodes together; max_queued: beyond these it holds so many; kv_tokens: what all
     of them may take there (None: unknown); units: nodes of one instance, where more than one; slow: nodes far behind
-    the others; written_per_sampled: tokens of an answer for each that is decoded, more than 1 where tools write too; bound: nodes
-    that the next step of the last component waits for, since they own its state or hold a part of its sum; group_delay: d, where a share p^d of the groups is complete when a share p of the
-    answers has ended (None: unknown).
+    the others; written_per_sampled: tokens of an answer for each that is decoded, more than 1 where tools write too; wait_s:
+    that an answer waits for tools, for each token that is decoded; bound: nodes that the next step of the last component
+    waits for, since they own its state or hold a part of its sum; one_by_one: nodes that go to different components move
+    one after another, since these are on different weights; finished_share: of all answers, those that have ended;
+    group_delay: d, where a share p^d of the groups is complete when a share p of the answers has ended (None: unknown).
     """
 
     roles: Mapping[str, str | None]
@@ -52,6 +54,9 @@ class Situation:
     written_per_sampled: float = 1.0
     bound: frozenset[str] = frozenset()
     group_delay: float | None = None
+    finished_share: float = 0.0
+    wait_s: float = 0.0
+    one_by_one: bool = False
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def test_a_move_that_is_better_later_waits():
     assert early.moves == {} and "later is better" in early.reason
     assert max(candidate.gain_s for candidate in early.candidates) > 0.3, "so it is not for want of gain"
     assert early.finish_s < early.candidates[0].finish_s
-    assert ask(seen(4, live=20, to_score=12, so_far=60)).moves
+    assert ask(seen(4, live=6, to_score=12, so_far=60)).moves
 
 
 def test_against_the_pipeline_only_for_a_clear_gain(monkeypatch):
@@ -139,6 +139,28 @@ def test_against_the_pipeline_only_for_a_clear_gain(monkeypatch):
     assert ask(little).moves == {}
     monkeypatch.setattr(adaptive, "BACK_SHARE", 0.0)
     assert "inference" in ask(little).moves.values(), "it is that rule which keeps them"
+
+
+def test_a_stage_of_unknown_speed_is_tried_by_one_instance():
+    """From one lease it is known what is guessed wrongly by a factor; until then nobody else leaves for it."""
+    ignorant = known()
+    ignorant.stages.clear()
+    situation = seen(8, live=32, to_score=20, so_far=100)
+    early = ask(replace(situation, finished_share=0.4), costs=ignorant)
+    assert early.moves == {} and "not seen at work" in early.reason
+    late = replace(situation, finished_share=0.6)
+    assert list(ask(late, costs=ignorant).moves.values()) == ["inference"]
+    there = replace(seen(7, 1, live=32, to_score=20, so_far=100), finished_share=0.6)
+    assert ask(there, costs=ignorant).moves == {}, "what it takes is about to be known"
+    assert len(ask(replace(late, units={"inference": 2}), costs=ignorant).moves) == 2
+    assert ask(seen(8, to_score=24), costs=ignorant).moves, "once all answers are there, nobody has to be asked"
+
+
+def test_moves_to_different_components_cost_more_where_they_follow_one_another():
+    situation = seen(6, to_score=24, to_train=24)
+    together, apart = ask(situation), ask(replace(situation, one_by_one=True))
+    both = [c.cost_s for c in (*together.candidates, *apart.candidates) if len(set(c.moves.values())) == 2]
+    assert min(both) == pytest.approx(0.2) and max(both) == pytest.approx(0.4)
 
 
 # --- hard rules

@@ -27,10 +27,10 @@ def ends(
 ) -> list[float]:
     nodes = np.array(allocations)
     incoming = np.zeros_like(nodes) if incoming is None else np.array([incoming] * len(nodes))
-    kept = nodes[:, 0] if keep is None else np.full(len(nodes), keep)
-    return finish_times(
-        problem, nodes, incoming, np.full(len(nodes), pause_s), kept, np.full(len(nodes), cell)
-    ).tolist()
+    generators = np.repeat(nodes[:, :1].astype(float), CELLS, axis=1)
+    if keep is not None:
+        generators[:, cell:] = np.minimum(generators[:, cell:], keep)
+    return finish_times(problem, nodes, incoming, np.full(len(nodes), pause_s), generators).tolist()
 
 
 def problem(made=NOTHING, stages=(Stage(2e-4), Stage(6e-4, passes_on=False)), step=STEP, **options) -> Problem:
@@ -153,8 +153,33 @@ def test_groups_are_complete_sooner_where_their_members_are_alike():
 
     alike, independent = complete(group_delay=1.2), complete()
     assert (alike >= independent - 1e-9).all() and alike[10] > independent[10] + 0.05
-    begun = generation(SURVIVAL, [50] * 80, {8: 10}, 0.0, group_delay=1.2, finished_share=0.8).complete
-    assert begun[0] == 0 and begun[-1] == pytest.approx(1)
+    assert alike[0] == 0 and alike[-1] == pytest.approx(1)
+
+
+def test_a_group_with_one_answer_to_come_is_complete_when_that_ends():
+    def complete(members: dict[int, int], delay: float | None) -> np.ndarray:
+        return generation(SURVIVAL, [50] * 80, members, 0.0, group_delay=delay).complete
+
+    last = complete({1: 80}, None)
+    assert complete({1: 80}, 3.0) == pytest.approx(last), "whatever was seen of groups with more"
+    assert (complete({8: 10}, 3.0)[1:-1] < last[1:-1]).all()
+
+
+def test_groups_that_differ_more_the_longer_they_get():
+    """Drawn as lengths of answers are: a body alike within a group, and a tail that is not."""
+    source = np.random.default_rng(3)
+    body = np.exp(0.4 * (0.77 * source.normal(size=(200, 1)) + 0.63 * source.normal(size=(200, 16)))) * 200
+    drawn = np.minimum(np.where(source.random((200, 16)) < 0.02, 400 / np.sqrt(source.random((200, 16))), body), 760)
+    drawn = drawn.astype(int)
+    answers = np.sort(drawn, axis=None)
+    for now in (220, 300, 400):
+        live = (drawn > now).sum(axis=1)
+        delay = np.log((live == 0).mean()) / np.log((answers <= now).mean())
+        members = dict(zip(*(part.tolist() for part in np.unique(live[live > 0], return_counts=True))))
+        made = generation(fit(answers, [], 768), [now] * int(live.sum()), members, 0.0, group_delay=delay)
+        late = drawn.max(axis=1)[live > 0]
+        seen = [(late <= now + x).mean() for x in made.x]
+        assert np.abs(made.complete - seen).mean() < 0.08
 
 
 def test_steps_take_longer_the_more_tokens_are_held_and_fewer_run_where_memory_is_short():
@@ -163,3 +188,27 @@ def test_steps_take_longer_the_more_tokens_are_held_and_fewer_run_where_memory_i
     short, long = (ends(Problem(made, stages, (0.01, 0.001, k), 64, 0.0), (2, 0, 0))[0] for k in (0.0, 1e-5))
     tight = ends(Problem(made, stages, (0.01, 0.001, 0.0), 64, 0.0, kv_tokens=500.0), (2, 0, 0))[0]
     assert long > 1.1 * short and tight > 1.1 * short
+
+
+def test_answers_that_wait_for_tools_end_later_unless_others_fill_their_places():
+    def rollout(live: int, wait_s: float) -> float:
+        made = generation(SURVIVAL, [0] * live, {8: live // 8}, 0.0, slots=2.0 * 64)
+        return ends(Problem(made, (Stage(0.0), Stage(0.0)), (0.01, 0.001, 0.0), 64, 0.0, wait_s=wait_s), (2, 0, 0))[0]
+
+    alone, crowded = (rollout(live, 0.01) / rollout(live, 0.0) for live in (16, 1600))
+    # A step takes 18 ms with eight requests and 11 with the last one, to which 10 are added.
+    assert 1.5 < alone < 1.95 and crowded < 1.15
+
+
+def test_who_leaves_rollout_leaves_its_keys_and_values_to_be_computed_again():
+    made = generation(SURVIVAL, [100] * 64, {8: 8}, 0.0)
+
+    def end(refill_s: float, rollout: int) -> float:
+        return ends(
+            Problem(made, (Stage(0.0), Stage(0.0)), (0.01, 0.001, 0.0), 64, 0.0, rollout=rollout, refill_s=refill_s),
+            (2, 0, 0),
+        )[0]
+
+    assert end(1e-3, rollout=2) == end(0.0, rollout=4), "nobody leaves, or it costs nothing"
+    # Half of the requests, with a bit more than 100 tokens each, on two nodes.
+    assert end(1e-3, rollout=4) - end(0.0, rollout=4) == pytest.approx(1e-3 * 32 * 100 / 2, rel=0.1)
