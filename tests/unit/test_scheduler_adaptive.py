@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynarl.bench.scheduler import ask_adaptive, every_allocation, observe
 from dynarl.config.schema import Policy
 from dynarl.scheduler import adaptive
-from dynarl.scheduler.adaptive import PAYBACK, decide, start_roles
+from dynarl.scheduler.adaptive import BACK_SHARE, PAYBACK, decide, start_roles
 from dynarl.scheduler.allocations import Pool, ladder
 from dynarl.scheduler.bound import least_s
 from dynarl.scheduler.costs import Costs
@@ -432,8 +432,9 @@ def test_of_any_decision(situation, move_s):
 @settings(max_examples=15, deadline=None)
 @given(situations)
 def test_nothing_is_missed_that_all_allocations_would_show(situation):
+    """But what a return to rollout gains and BACK_SHARE does not let it have."""
     found, best = ask(situation), ask(situation, allocations=every_allocation)
-    assert found.finish_s <= best.finish_s * 1.02 + 0.2
+    assert found.finish_s <= best.finish_s * (1.02 + BACK_SHARE) + 0.2
 
 
 works = st.builds(
