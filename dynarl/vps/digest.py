@@ -11,6 +11,11 @@ Of boxes in memory, for state that is cut differently before and after a move:
 with weights drawn from the name, the kind and the logical index. A sum, so boxes may be cut, ordered and held in any
 way: the digests of boxes that tile a tensor add up to that of the tensor. An element elsewhere counts differently, and
 one that is missing counts as one less even where it is zero. NaNs are compared by their bits.
+
+Columns side by side that fill eight bytes are one number, which is three to five times as fast as one by one: in such a
+word the weight of an element is that of the first, shifted like the element itself. All weights are odd, so one wrong
+element is always noticed. Several may cancel if all of them are last in their words and differ in their first bits
+only; whole rows, columns or boxes that are wrong have first elements too.
 """
 
 from __future__ import annotations
@@ -85,24 +90,50 @@ def digest_box(name: str, kind: str, box: Box, array: np.ndarray) -> int:
     if array.shape != tuple(hi - lo for lo, hi in box):
         raise ValueError(f"{name} ({kind}): an array of shape {array.shape} does not fit the box {box}")
     bits = array.view(f"u{array.dtype.itemsize}")
-    rows, *columns = (axis_weights(name, kind, axis, lo, hi) for axis, (lo, hi) in enumerate(box))
-    if columns:
-        # 1.2 ns per element, where arithmetic on the whole box at once takes ten times that: einsum widens the elements
-        # as it goes along, in the cache.
-        bits = np.einsum("ij,j->i", bits, columns[0], dtype=np.uint64, casting="unsafe")
-        bits += columns[0].sum(dtype=np.uint64)
-    else:
+    rows = axis_weights(name, kind, 0, *box[0])
+    if len(box) == 1:
         bits = bits.astype(np.uint64) + np.uint64(1)
+    else:
+        columns = column_weights(name, kind, *box[1], array.dtype.itemsize)
+        bits = _row_sums(bits, columns, *box[1])
+        bits += columns.sum(dtype=np.uint64)
     return int((bits * rows).sum(dtype=np.uint64))
+
+
+def _row_sums(bits: np.ndarray, weights: np.ndarray, lo: int, hi: int) -> np.ndarray:
+    """Of each row the sum of its elements, columns lo..hi-1, times their weights: uint64 [rows]."""
+    import numpy as np
+
+    per_word = 8 // bits.itemsize
+    first, last = min(hi, lo + -lo % per_word) - lo, hi - hi % per_word - lo
+    if bits.strides[1] != bits.itemsize or first >= last:
+        first = last = hi - lo
+    words = bits[:, first:last].view(np.uint64)
+    sums = np.einsum("ij,j->i", words, weights[first:last:per_word].copy())
+    for some in (each for each in (slice(first), slice(last, None)) if len(weights[each])):
+        # Arithmetic on the whole box at once takes ten times as long: einsum widens the elements as it goes along.
+        sums += np.einsum("ij,j->i", bits[:, some], weights[some], dtype=np.uint64, casting="unsafe")
+    return sums
+
+
+@lru_cache(maxsize=256)
+def column_weights(name: str, kind: str, lo: int, hi: int, item_bytes: int) -> np.ndarray:
+    """Weights of columns lo..hi-1 of a tensor of two axes: uint64."""
+    import numpy as np
+
+    per_word = 8 // item_bytes
+    word, place = np.divmod(np.arange(lo, hi), per_word)
+    words = axis_weights(name, kind, 1, lo // per_word, -(-hi // per_word))
+    return words[word - lo // per_word] << (8 * item_bytes * place).astype(np.uint64)
 
 
 @lru_cache(maxsize=256)
 def axis_weights(name: str, kind: str, axis: int, lo: int, hi: int) -> np.ndarray:
-    """Weights of rows (axis 0) or columns lo..hi-1: uint64, the finalizer of splitmix64 over a counter from a seed."""
+    """Weights of rows (axis 0) or words of columns lo..hi-1: odd uint64, by the finalizer of splitmix64 from a seed."""
     import numpy as np
 
     seed = int.from_bytes(hashlib.sha256(f"{name}\0{kind}\0{axis}".encode()).digest()[:8], "little")
     x = np.arange(lo, hi, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)

