@@ -15,6 +15,7 @@ from dynarl.vps.layout import ALL_KINDS, Layout
 from dynarl.vps.spec import LogicalTensor, ModelSpec
 
 ALIGN = 64
+PACKED_BYTES = 128 << 10
 
 Held = dict[tuple[str, int], list[tuple[Box, np.ndarray]]]
 
@@ -62,7 +63,11 @@ class Arrays:
             part = self.find(self.source, kind, tensor, box)
             if part is None:
                 part = self.find(self.destination, kind, tensor, box)
-            np.frombuffer(out, part.dtype, part.size, at).reshape(part.shape)[...] = part
+            packed = np.frombuffer(out, part.dtype, part.size, at).reshape(part.shape)
+            # In pieces that are not written around the cache: MPI is to find them there.
+            height = max(1, PACKED_BYTES * len(part) // max(1, part.nbytes))
+            for row in range(0, len(part), height):
+                packed[row : row + height] = part[row : row + height]
             at += part.nbytes
 
     def unpack(self, fragments: Sequence[Fragment], data: memoryview) -> None:
@@ -88,7 +93,9 @@ class Arrays:
             if item.how == "keep":
                 target[...] = self.find(self.source, kind, tensor, box)
             else:
-                master = self.find(self.destination, "master", tensor, box)
+                master = self.find(self.source, "master", tensor, box)
+                if master is None:
+                    master = self.find(self.destination, "master", tensor, box)
                 self.cast(master, target)
 
     def digests(self) -> dict[str, int]:

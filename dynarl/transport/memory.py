@@ -27,6 +27,11 @@ _readv.restype = ctypes.c_ssize_t
 _readv.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
 
 
+_memmove = _libc.memmove
+_memmove.restype = ctypes.c_void_p
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
 class Span(NamedTuple):
     """`rows` times `row_bytes` bytes, every `stride_bytes`."""
 
@@ -101,6 +106,11 @@ def read(pid: int, theirs: np.ndarray, mine: np.ndarray) -> None:
         left -= got
         if left:
             mine, theirs = _after(mine, got), _after(theirs, got)
+
+
+def copy(to: int, address: int, num_bytes: int) -> None:
+    """Copy within this process. Large pieces are written around the cache (see slurm.environ.identity)."""
+    _memmove(to, address, num_bytes)
 
 
 def let_read(pid: int) -> None:

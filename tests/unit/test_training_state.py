@@ -16,6 +16,7 @@ from tiny_model import write_model  # noqa: E402
 
 from dynarl import wire  # noqa: E402
 from dynarl.config.schema import Config, Model  # noqa: E402
+from dynarl.roles.training.shard import Shard  # noqa: E402
 from dynarl.roles.training.state import Bound, State, _inside, digest_on_device, digest_view  # noqa: E402
 from dynarl.roles.training.torch_world import World, leave_world  # noqa: E402
 from dynarl.roles.training.trainer import Trainer  # noqa: E402
@@ -91,12 +92,41 @@ def test_the_next_shard_has_no_memory_until_it_is_to_be_filled_and_then_trains_o
     assert all(torch.equal(trainer.params[name], value) for name, value in other.params.items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_left_of_what_the_memory_of_the_next_shard_held_before(model_dir, world, dtype, monkeypatch):
+    allocate = Shard.allocate
+
+    def reused(shard):
+        allocate(shard)
+        for tensor in [*shard._large(), *(moment for each in shard.optimizers for moment in moments_of(each))]:
+            tensor.fill_(float("nan"))
+
+    monkeypatch.setattr(Shard, "allocate", reused)
+    padded = TrainLayout(vocab_divisible_by=32)
+    trainer = Trainer(Config(model=Model(dtype=dtype)), model_dir, world, padded, owner=True)
+    train(trainer, 2)
+    before = {name: value.clone() for name, value in trainer.params.items()}
+    trainer.connect(f"d-{dtype}-{model_dir}", padded, padded)
+    trainer.prepare(10.0)
+    trainer.allocate(trainer.scalars())
+    plan = plan_transition(trainer.arch.spec, padded, padded, kinds=KINDS)
+    trainer.state().copy_local(plan.local(0))
+    trainer.adopt()
+    assert trainer.params["embedding.word_embeddings.weight"].shape[0] == 64 > trainer.arch.spec.vocab
+    assert all(torch.equal(trainer.params[name], value) for name, value in before.items())
+    moments = [moment for each in trainer.shard.optimizers for moment in moments_of(each)]
+    assert moments and all(moment.isfinite().all() for moment in moments)
+    assert not any(sums.any() for sums in trainer.gradient_buffers())
+    train(trainer, 1)
+
+
 @pytest.mark.parametrize("adopted", [True, False])
 def test_memory_of_the_shard_that_is_left_is_free_at_once_and_not_when_python_looks_for_circles(model_dir, world, adopted):
     trainer = build(model_dir, world, "bfloat16")
     train(trainer, 1)
     prepared(trainer, f"b-{adopted}-{model_dir}")
     trainer.allocate(trainer.scalars())
+    trainer.state().copy_local(plan_transition(trainer.arch.spec, ALONE, ALONE, kinds=KINDS).local(0))
     left = trainer.shard if adopted else trainer.next
     gc.disable()
     try:

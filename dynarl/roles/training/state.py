@@ -27,15 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynarl.roles.training.shard import Shard
+from dynarl.roles.training.shard import MOMENTS, Shard
 from dynarl.transport.endpoint import Fragment
-from dynarl.transport.memory import Span, View, spans_of
+from dynarl.transport.memory import Span, View, copy, spans_of
 from dynarl.vps.box import Box, intersect, volume
 from dynarl.vps.digest import axis_weights, column_weights, digest_box
 from dynarl.vps.spec import EMBEDDING
 from dynarl.vps.train_layout import Part, Placement
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements that a digest looks at at a time: what it needs of memory, in 8-byte numbers.
 DIGEST_ELEMENTS = 1 << 20
 
@@ -83,7 +82,7 @@ class State:
             if not in_place:
                 value.flatten().view(torch.uint8).copy_(data[at : at + size])
             for inner, view in views:
-                view.copy_(value[_within(inner, box)])
+                _put(view, value[_within(inner, box)])
             at += size
         _check_size(data, at)
 
@@ -115,13 +114,15 @@ class State:
                 continue
             for inner, view in self._arriving(kind, tensor, box):
                 for part, old in self._source_views(kind, tensor, inner):
-                    view[_within(part, inner)].copy_(old)
+                    _put(view[_within(part, inner)], old)
 
     @torch.no_grad()
     def derive(self, tensor: int, box: Box) -> None:
-        """Cast a part of a parameter at the destination from its master there."""
+        """Cast a part of a parameter at the destination from its master: from that which was kept, as long as the cache
+        has it, else from that which has come."""
         for inner, view in self._arriving("param", tensor, box):
-            for part, master in self._arriving("master", tensor, inner):
+            kept = self.source.covering("master", tensor, inner) if self.source is not None else []
+            for part, master in kept or self._arriving("master", tensor, inner):
                 view[_within(part, inner)].copy_(master)
 
     def digests(self) -> dict[str, int]:
@@ -147,12 +148,13 @@ class State:
 
 
 class Bound:
-    """The pieces of one shard, which must have memory. Moments that Adam has not made yet are made."""
+    """The pieces of one shard, which must have memory. Moments that Adam has not made yet are made, as zeros."""
 
     def __init__(self, shard: Shard):
         self.shard, self.spec = shard, shard.arch.spec
         self._parts: dict[int, list[tuple[Part, Placement]]] = {}
-        for placement in shard.layout.placements(self.spec, shard.rank):
+        self._placements = shard.layout.placements(self.spec, shard.rank)
+        for placement in self._placements:
             for part in placement.parts:
                 self._parts.setdefault(part.tensor, []).append((part, placement))
         self._owned: dict[str, tuple[int, int, Tensor, Any, str]] = {}
@@ -205,6 +207,21 @@ class Bound:
                 _, _, main, adam, _ = self._owned[placement.parameter]
                 return _step_of(adam, main)
         raise KeyError(f"tensor {tensor}, {box}, is not here")
+
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Zero what has no logical address, so that nothing comes in there: rows behind the last part of a parameter,
+        and what the optimizer has of them."""
+        for placement in self._placements:
+            rows = max((part.at[0] + part.box[0][1] - part.box[0][0] for part in placement.parts), default=0)
+            if placement.buffer or rows == placement.shape[0]:
+                continue
+            self.shard.params[placement.parameter][rows:].zero_()
+            if placement.parameter in self._owned:
+                start, _, main, adam, _ = self._owned[placement.parameter]
+                first = max(0, rows * placement.shape[1] - start)
+                for flat in (main, *(adam.state[main][kind] for kind in MOMENTS)):
+                    flat.view(-1)[first:].zero_()
 
     # ---- scalars
 
@@ -334,6 +351,14 @@ def digest_on_device(name: str, kind: str, box: Box, view: Tensor) -> int:
             bits = bits.mul_(columns[0]).sum(1)
         total += int((bits * rows[at : at + height]).sum())
     return total % 2**64
+
+
+def _put(target: Tensor, value: Tensor) -> None:
+    """Copy to where it is to stay. By the C library where it can be, which writes large pieces around the cache."""
+    if target.device.type == value.device.type == "cpu" and target.is_contiguous() and value.is_contiguous():
+        copy(target.data_ptr(), value.data_ptr(), value.nbytes)
+    else:
+        target.copy_(value)
 
 
 def _local(part: Part, box: Box) -> tuple[slice, ...]:

@@ -137,10 +137,9 @@ class Trainer:
         if groups is None:
             return 0
         if self.next is None:
-            self.next = Shard(self.config, self.arch, groups, self.device, owner=True)
-            moments = 2 * 4 * sum(stop - start for start, stop in self.next.intervals().values())
-            self._next_bytes, self._allocated = self.next.release() + moments, False
-        return self._next_bytes
+            self.next = Shard(self.config, self.arch, groups, self.device, owner=True, blank=True)
+            self._allocated = False
+        return self.next.num_bytes
 
     def transfer(self, kinds: Sequence[str], limit_s: float) -> int:
         """Move the state over torch's process groups, from the source to the next layout. Returns bytes received."""
@@ -153,13 +152,15 @@ class Trainer:
         return execute(plan, state, self.world.rank, group, positions, self.device, limit_s=limit_s)
 
     def allocate(self, scalars: dict[str, Any]) -> None:
-        """Give the next shard memory, zeros all of it, and what moves beside the tensors: a source rank's `scalars()`.
+        """Give the next shard memory, and what moves beside the tensors: a source rank's `scalars()`.
 
         Raises RuntimeError where there is not enough memory.
         """
         if self.next is not None:
             self.next.allocate()
-            Bound(self.next).set_scalars(scalars)
+            bound = Bound(self.next)
+            bound.clear_padding()
+            bound.set_scalars(scalars)
             self._allocated = True
 
     def state(self) -> State:
