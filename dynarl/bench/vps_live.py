@@ -5,6 +5,7 @@
     sync       weights of a tiny model from two owners to the staged model of every node: milliseconds
     state      time of a transition against torch.distributed.checkpoint, and against gather, exchange, scatter
     weights    time of weights alone against megatron.core.resharding
+    phases     CPU time of a trainer's change of layout, phase by phase
 
 Between processes of one machine MPI is a copy in memory, or through the loopback device, and takes the cores that
 packing needs. `link_rate` (such as "4gbit") makes it a wire: the ranks run in a network of their own, the rate of which
@@ -39,7 +40,7 @@ import numpy as np
 from dynarl.bench.arrays import Arrays
 from dynarl.errors import DynarlError
 from dynarl.parent import die_with_parent
-from dynarl.slurm.environ import model_settings
+from dynarl.slurm.environ import identity, model_settings
 from dynarl.transport.carrier import Carrier
 from dynarl.transport.mailbox import Mailbox
 from dynarl.transport.messages import Lanes, Schedule
@@ -60,7 +61,11 @@ SOURCE, DESTINATION = TrainLayout(tp=2, dp=2), TrainLayout(tp=1, pp=2, dp=2)
 
 
 # Parts that mpirun starts (functions here), and those whose processes find each other through torch (modules).
-TORCH_PARTS = {"state": "dynarl.bench.vps_torch", "weights": "dynarl.bench.vps_weights"}
+TORCH_PARTS = {
+    "state": "dynarl.bench.vps_torch",
+    "weights": "dynarl.bench.vps_weights",
+    "phases": "dynarl.bench.vps_phases",
+}
 TCP = ("btl", "tcp,self", "btl_tcp_if_include", "lo", "oob_tcp_if_include", "lo")
 
 
@@ -97,12 +102,11 @@ def _under_mpirun(part: str, work: Path, link_rate: str | None, tcp: bool) -> li
 def _together(programs: list[list[str]], work: Path) -> None:
     """Run programs at the same time. Raises DynarlError with the end of what a failing one said."""
     logs = [work / f"log{i}" for i in range(len(programs))]
+    settings = model_settings(None) | identity("training", 0)
     processes = []
     for program, log in zip(programs, logs):
         with log.open("wb") as file:
-            processes.append(
-                subprocess.Popen(program, stdout=file, stderr=file, env=model_settings(None) | dict(os.environ))
-            )
+            processes.append(subprocess.Popen(program, stdout=file, stderr=file, env=settings | dict(os.environ)))
     failed = [i for i, process in enumerate(processes) if process.wait()]
     if failed or not (work / "result.json").exists():
         text = logs[failed[0] if failed else 0].read_text(errors="replace")

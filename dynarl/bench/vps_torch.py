@@ -166,16 +166,19 @@ def main(rank: int, work: Path) -> None:
     }
     expected: dict[str, int] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
         for name, act in ways.items():
             for each in (mail, *detour):
                 each.reset()
             dist.barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             act()
+            used = time.process_time() - used
             dist.barrier()
             if number:
                 seconds[name].append(time.perf_counter() - began)
+                cpu[name].append(used)
             else:
                 found = checked(*ends[name], rank)
                 expected = expected or found
@@ -185,11 +188,14 @@ def main(rank: int, work: Path) -> None:
                 shutil.rmtree(work / "checkpoint", ignore_errors=True)
     total = torch.tensor([mail.bytes_received])
     dist.all_reduce(total)
+    all_cpu = torch.tensor([statistics.median(listed) for listed in cpu.values()], dtype=torch.float64)
+    dist.all_reduce(all_cpu)
     if rank == 0:
         medians = {name: statistics.median(listed) for name, listed in seconds.items()}
         figures = {
             "bytes": int(total),
             "seconds": medians,
+            "cpu_s": dict(zip(ways, all_cpu.tolist())),
             "times_faster": {
                 "than torch.distributed.checkpoint": medians["checkpoint"] / medians["mailbox"],
                 "than gather, exchange, scatter": medians["scatter"] / medians["mailbox"],

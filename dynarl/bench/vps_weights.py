@@ -124,6 +124,7 @@ def main(rank: int, work: Path) -> None:
         "megatron": refit.run,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
     expected: list[torch.Tensor] = []
     for number in range(ROUNDS + 1):
         for name, act in ways.items():
@@ -132,22 +133,27 @@ def main(rank: int, work: Path) -> None:
                     parameter.zero_()
             mail.reset()
             barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             act()
+            used = time.process_time() - used
             barrier()
             if number:
                 seconds[name].append(time.perf_counter() - began)
+                cpu[name].append(used)
             values = [parameter.detach().clone() for parameter in target.params.values()]
             expected = expected or values
             if not all(torch.equal(a, b) for a, b in zip(expected, values, strict=True)):
                 raise RuntimeError(f"{name} brought other weights than mailbox")
     totals = torch.tensor([mail.bytes_received, refit.bytes_received])
     dist.all_reduce(totals, group=group)
+    all_cpu = torch.tensor([statistics.median(listed) for listed in cpu.values()], dtype=torch.float64)
+    dist.all_reduce(all_cpu, group=group)
     if rank == 0:
         medians = {name: statistics.median(listed) for name, listed in seconds.items()}
         figures = {
             "bytes_received": {"ours": int(totals[0]), "megatron": int(totals[1])},
             "seconds": medians,
+            "cpu_s": dict(zip(ways, all_cpu.tolist())),
             "times_faster_than_megatron": {n: medians["megatron"] / medians[n] for n in ("mailbox", "gloo")},
         }
         (work / "result.json").write_text(json.dumps(figures))

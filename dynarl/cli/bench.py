@@ -18,7 +18,7 @@ from dynarl.cli import output
 from dynarl.errors import DynarlError, SlurmError
 
 POLL_S = 2.0
-VPS_PARTS = ("planning", "wire", "sync", "state", "weights")
+VPS_PARTS = ("planning", "wire", "sync", "state", "weights", "phases")
 ROLES_JOBS = {"math": "bench-roles.yaml", "agentic": "bench-agentic.yaml"}
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -72,7 +72,8 @@ def vps(output_format: str, parts: tuple[str, ...], link_rate: str | None) -> No
     """Moving model state between parallel layouts: planning, and moves between four processes against baselines.
 
     Parts: planning (time, memory, projected time), wire (against raw MPI), sync (weights to all nodes), state (against
-    checkpoints and against a detour over first owners), weights (against megatron.core.resharding). About five minutes.
+    checkpoints and against a detour over first owners), weights (against megatron.core.resharding), phases (CPU time of
+    a trainer's change of layout). About five minutes.
     """
     from dynarl.bench import vps_live, vps_plan
 
@@ -173,6 +174,12 @@ def _show_moves(figures: dict) -> None:
         table = output.table("comparison", ">times")
         for name, ratio in lines:
             table.add_row(name, f"{ratio:.2f}")
+        output.console().print(table)
+    if "phases" in figures:
+        table = output.table("phase of a change of layout", ">seconds", ">of CPU", ">in the kernel")
+        for name, seconds in figures["phases"].items():
+            cpu = seconds["user_s"] + seconds["kernel_s"]
+            table.add_row(name, *(f"{1e3 * each:.0f} ms" for each in (seconds["elapsed_s"], cpu, seconds["kernel_s"])))
         output.console().print(table)
     if "sync" in figures:
         sync = figures["sync"]
