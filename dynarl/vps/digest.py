@@ -6,9 +6,9 @@ unlike a sum. About 1 GB/s; light enough for the agent, which has no torch.
 
 Of boxes in memory, for state that is cut differently before and after a move:
 
-    digest(tensor, kind) = sum over elements of (bits + 1) * row_weight[i] * column_weight[j]   mod 2**64
+    digest(tensor, kind) = weight * sum over elements of (bits + 1) * row_weight[i] * column_weight[j]   mod 2**64
 
-with weights drawn from the name, the kind and the logical index. A sum, so boxes may be cut, ordered and held in any
+with weights drawn from the name and the kind, and from the logical index. A sum, so boxes may be cut, ordered and held in any
 way: the digests of boxes that tile a tensor add up to that of the tensor. An element elsewhere counts differently, and
 one that is missing counts as one less even where it is zero. NaNs are compared by their bits.
 
@@ -90,14 +90,13 @@ def digest_box(name: str, kind: str, box: Box, array: np.ndarray) -> int:
     if array.shape != tuple(hi - lo for lo, hi in box):
         raise ValueError(f"{name} ({kind}): an array of shape {array.shape} does not fit the box {box}")
     bits = array.view(f"u{array.dtype.itemsize}")
-    rows = axis_weights(name, kind, 0, *box[0])
     if len(box) == 1:
-        bits = bits.astype(np.uint64) + np.uint64(1)
+        sums = bits.astype(np.uint64) + np.uint64(1)
     else:
-        columns = column_weights(name, kind, *box[1], array.dtype.itemsize)
-        bits = _row_sums(bits, columns, *box[1])
-        bits += columns.sum(dtype=np.uint64)
-    return int((bits * rows).sum(dtype=np.uint64))
+        columns = column_weights(*box[1], array.dtype.itemsize)
+        sums = _row_sums(bits, columns, *box[1])
+        sums += columns.sum(dtype=np.uint64)
+    return int(sums @ axis_weights(0, *box[0])) * tensor_weight(name, kind) % 2**64
 
 
 def _row_sums(bits: np.ndarray, weights: np.ndarray, lo: int, hi: int) -> np.ndarray:
@@ -108,32 +107,43 @@ def _row_sums(bits: np.ndarray, weights: np.ndarray, lo: int, hi: int) -> np.nda
     first, last = min(hi, lo + -lo % per_word) - lo, hi - hi % per_word - lo
     if bits.strides[1] != bits.itemsize or first >= last:
         first = last = hi - lo
-    words = bits[:, first:last].view(np.uint64)
-    sums = np.einsum("ij,j->i", words, weights[first:last:per_word].copy())
+    words = axis_weights(1, (lo + first) // per_word, (lo + last) // per_word)
+    sums = np.einsum("ij,j->i", bits[:, first:last].view(np.uint64), words[: (last - first) // per_word])
     for some in (each for each in (slice(first), slice(last, None)) if len(weights[each])):
         # Arithmetic on the whole box at once takes ten times as long: einsum widens the elements as it goes along.
         sums += np.einsum("ij,j->i", bits[:, some], weights[some], dtype=np.uint64, casting="unsafe")
     return sums
 
 
+@lru_cache(maxsize=1 << 14)
+def tensor_weight(name: str, kind: str) -> int:
+    """An odd number below 2**64."""
+    return int.from_bytes(hashlib.sha256(f"{name}\0{kind}".encode()).digest()[:8], "little") | 1
+
+
 @lru_cache(maxsize=256)
-def column_weights(name: str, kind: str, lo: int, hi: int, item_bytes: int) -> np.ndarray:
+def column_weights(lo: int, hi: int, item_bytes: int) -> np.ndarray:
     """Weights of columns lo..hi-1 of a tensor of two axes: uint64."""
     import numpy as np
 
     per_word = 8 // item_bytes
     word, place = np.divmod(np.arange(lo, hi), per_word)
-    words = axis_weights(name, kind, 1, lo // per_word, -(-hi // per_word))
+    words = axis_weights(1, lo // per_word, -(-hi // per_word))
     return words[word - lo // per_word] << (8 * item_bytes * place).astype(np.uint64)
 
 
-@lru_cache(maxsize=256)
-def axis_weights(name: str, kind: str, axis: int, lo: int, hi: int) -> np.ndarray:
-    """Weights of rows (axis 0) or words of columns lo..hi-1: odd uint64, by the finalizer of splitmix64 from a seed."""
+def axis_weights(axis: int, lo: int, hi: int) -> np.ndarray:
+    """Weights of rows (axis 0) or words of columns lo..hi-1: odd uint64."""
+    return _weights(axis, 1 << max(hi - 1, 0).bit_length())[lo:hi]
+
+
+@lru_cache(maxsize=64)
+def _weights(axis: int, size: int) -> np.ndarray:
+    """The finalizer of splitmix64 over a counter."""
     import numpy as np
 
-    seed = int.from_bytes(hashlib.sha256(f"{name}\0{kind}\0{axis}".encode()).digest()[:8], "little")
-    x = np.arange(lo, hi, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    x = np.arange(1, 1 + size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64(axis * 0xD1B54A32D192ED03 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)

@@ -31,7 +31,7 @@ from dynarl.roles.training.shard import MOMENTS, Shard
 from dynarl.transport.endpoint import Fragment
 from dynarl.transport.memory import Span, View, copy, spans_of
 from dynarl.vps.box import Box, intersect, volume
-from dynarl.vps.digest import axis_weights, column_weights, digest_box
+from dynarl.vps.digest import axis_weights, column_weights, digest_box, tensor_weight
 from dynarl.vps.spec import EMBEDDING
 from dynarl.vps.train_layout import Part, Placement
 
@@ -185,8 +185,7 @@ class Bound:
                 name = self.spec.tensors[tensor].name
                 counted = {kind: digest_view(name, kind, box, view)}
                 if kind == "master":
-                    weight = int(axis_weights(name, "step", 0, 0, 1)[0])
-                    counted["step"] = volume(box) * self.steps_of(tensor, box) * weight
+                    counted["step"] = volume(box) * self.steps_of(tensor, box) * tensor_weight(name, "step")
                 for key, value in counted.items():
                     total[key] = total.get(key, 0) + (value if first else 0)
                     others = f"{key}/replicas"
@@ -340,8 +339,7 @@ def digest_view(name: str, kind: str, box: Box, view: Tensor) -> int:
 def digest_on_device(name: str, kind: str, box: Box, view: Tensor) -> int:
     """As digest_view, in torch's arithmetic. view: integers of the size of the elements."""
     # torch multiplies int64 mod 2**64, which is the same for signed and unsigned numbers.
-    weights = [axis_weights(name, kind, 0, *box[0])]
-    weights += [column_weights(name, kind, *columns, view.element_size()) for columns in box[1:]]
+    weights = [axis_weights(0, *box[0]), *(column_weights(*columns, view.element_size()) for columns in box[1:])]
     rows, *columns = (torch.from_numpy(each.view(np.int64)).to(view.device) for each in weights)
     mask, total = (1 << 8 * view.element_size()) - 1, 0
     height = max(1, DIGEST_ELEMENTS // max(1, view[0].numel())) if len(view) else 1
@@ -350,7 +348,7 @@ def digest_on_device(name: str, kind: str, box: Box, view: Tensor) -> int:
         if columns:
             bits = bits.mul_(columns[0]).sum(1)
         total += int((bits * rows[at : at + height]).sum())
-    return total % 2**64
+    return total * tensor_weight(name, kind) % 2**64
 
 
 def _put(target: Tensor, value: Tensor) -> None:
