@@ -119,7 +119,7 @@ class Scenario(Section, kw_only=True):
     tools_at_once: int | None = None
     decision_s: float = 0.02
     errors: ErrorOf = ErrorOf()
-    failures: list[dict[str, Any]] = []
+    failures: list[Failure] = []
 
     # --- sizes
 
@@ -170,7 +170,7 @@ class Scenario(Section, kw_only=True):
             weight_bytes=costs.model.weight_bytes,
             tools_at_once=self.tools_at_once,
             decision_s=self.decision_s,
-            failures=[msgspec.convert(failure, Failure) for failure in self.failures],
+            failures=self.failures,
         )
 
     def config(self, chosen: PolicyOf) -> schema.Config:

@@ -19,16 +19,28 @@ if TYPE_CHECKING:
 
 def check(scenario: Scenario) -> None:
     """Raise ConfigError with every fault found, one per line, each with its arithmetic."""
-    faults = [*_divisions(scenario)] or [*_batches(scenario), *_memory(scenario), *_numbers(scenario)]
+    faults = [*_counts(scenario)] or [*_divisions(scenario)] or [
+        *_batches(scenario), *_memory(scenario), *_numbers(scenario)]
     if faults:
         raise ConfigError("\n".join(f"{scenario.name}: {fault}" for fault in faults))
+
+
+def _counts(s: Scenario) -> Iterator[str]:
+    counts: dict[str, int | None] = {"gpus": s.gpus, "minibatches": s.minibatches, "tools_at_once": s.tools_at_once}
+    counts |= {f"{role}.tp": getattr(s, role).tp for role in ROLES} | {"rollout.max_running": s.rollout.max_running}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            yield f"{name} = {count} must be at least 1"
+    for name, policy in s.policies.items():
+        if policy.max_queued < 0:
+            yield f"policies.{name}.max_queued = {policy.max_queued} must not be below 0"
 
 
 def _divisions(s: Scenario) -> Iterator[str]:
     model, device = ModelCost.of(s.model), load_device(s.device)
     for role in ROLES:
         tp = getattr(s, role).tp
-        if tp < 1 or s.width % tp:
+        if s.width % tp:
             yield f"{role}.tp = {tp} does not divide training.tp = {s.width}, the GPUs that change role together"
             continue
         try:
@@ -89,6 +101,9 @@ def _numbers(s: Scenario) -> Iterator[str]:
     for name, seconds in times.items():
         if not (math.isfinite(seconds) and seconds >= 0):
             yield f"{name} = {seconds:g} must be a finite number of seconds, 0 or more"
+    overhead_s = s.rollout.step_overhead_s
+    if overhead_s is not None and not (math.isfinite(overhead_s) and overhead_s > 0):
+        yield f"rollout.step_overhead_s = {overhead_s:g} must be a finite number of seconds, above 0"
     for name in s.errors.__struct_fields__:
         if not (math.isfinite(factor := getattr(s.errors, name)) and factor > 0):
             yield f"errors.{name} = {factor:g} is a factor, above 0"
