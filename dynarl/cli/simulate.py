@@ -19,7 +19,7 @@ PICTURES = ("png", "svg", "html")
 @click.option("--from", "run", metavar="RUN", help="In place of SCENARIO: the work and the speeds of a recorded run.")
 @click.option("--nodes", type=click.IntRange(min=2), help="With --from: on so many nodes.")
 @click.option("--policy", "policies", multiple=True, metavar="P", help="A policy; may be given again. Default: all.")
-@click.option("--seed", "seeds", multiple=True, type=int, metavar="S", help="Of the workload; may be given again. Default 1.")
+@click.option("--seed", "seeds", multiple=True, type=click.IntRange(min=0), metavar="S", help="Of the workload; may be given again. Default 1.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the scenario, as in minibatches=8.")
 @click.option("--network", type=click.Choice(["analytic", "flow"]), help="Short for --set network=...")
 @click.option("--oracle", is_flag=True, help="Policies know all answer lengths beforehand: an upper bound, not a policy.")
@@ -43,6 +43,11 @@ def command(scenario: str | None, run: str | None, nodes: int | None, policies: 
         return
     if bool(scenario) == bool(run) or (nodes and not run) or ((changes or network) and run):
         raise click.UsageError("give a SCENARIO (see --list), with --set where wanted, or --from RUN, with --nodes")
+    if target is not None:
+        if output_format == "table":
+            raise click.UsageError("--output is for pictures and JSON: give -o png, svg, html or json too")
+        if not target.absolute().parent.is_dir():  # said now, and not after minutes of simulation
+            raise click.UsageError(f"--output {target}: there is no directory {target.parent}")
     if run:
         from dynarl.sim.calibrate import recorded
 
@@ -51,10 +56,10 @@ def command(scenario: str | None, run: str | None, nodes: int | None, policies: 
         from dynarl.sim.scenario import load_scenario
 
         chosen = load_scenario(scenario, **_changes(changes + ((f"network={network}",) if network else ())))
-    policies = policies or tuple(chosen.policies)
+    policies = tuple(dict.fromkeys(policies or chosen.policies))
     if unknown := [policy for policy in policies if policy not in chosen.policies]:
         raise click.UsageError(f"--policy {unknown[0]}: {chosen.name} has {', '.join(chosen.policies)}")
-    runs = _simulate(chosen, policies, seeds or (1,), oracle)
+    runs = _simulate(chosen, policies, tuple(dict.fromkeys(seeds or (1,))), oracle)
     try:
         _show(chosen, runs, output_format, target)
     except OSError as error:
@@ -63,7 +68,7 @@ def command(scenario: str | None, run: str | None, nodes: int | None, policies: 
 
 def _changes(pairs: tuple[str, ...]) -> dict[str, Any]:
     """`rollout.tp=2` as {"rollout": {"tp": 2}}; values are YAML."""
-    import yaml
+    from dynarl.config import text
 
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -74,7 +79,9 @@ def _changes(pairs: tuple[str, ...]) -> dict[str, Any]:
         inner = found
         for name in above:
             inner = inner.setdefault(name, {})
-        inner[last] = yaml.safe_load(value)
+            if not isinstance(inner, dict):
+                raise click.UsageError(f"--set {pair!r}: {name} is {inner!r} by another --set")
+        inner[last] = text.values(text.parse(value, f"--set {key}", numbered=False))
     return found
 
 

@@ -99,6 +99,19 @@ def _plain(text: str) -> Any:
     return text
 
 
+def values(node: Node) -> Any:
+    """As plain dicts, lists and values.
+
+    >>> values(parse("{lr: 1e-3, layers: [1, 2]}", "example"))
+    {'lr': 0.001, 'layers': [1, 2]}
+    """
+    if isinstance(node, Mapping):
+        return {key: values(value) for key, value in node.items.items()}
+    if isinstance(node, Sequence):
+        return [values(item) for item in node.items]
+    return node.value
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes text that `parse` would read as something else."""
 

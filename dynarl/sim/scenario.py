@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
-from dynarl.config import schema
+from dynarl.config import schema, text
 from dynarl.errors import ConfigError
 from dynarl.perf.device import Efficiency
 from dynarl.perf.training import GRADIENT_BYTES
@@ -208,7 +207,7 @@ def scenario_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml"))
 
 
-def load_scenario(name: str, **changes: Any) -> Scenario:
+def load_scenario(name: str, /, **changes: Any) -> Scenario:
     """By name, or by the path of a file; changes: laid over it. Checked. Raises ConfigError."""
     if "/" in name or name.endswith(".yaml"):
         folder, file = Path(name).parent, Path(name).name
@@ -233,9 +232,9 @@ def _read(folder: Any, file: str, within: tuple[str, ...]) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"no scenario file {folder / file}" + (f", which {within[-1]} extends" if within else ""))
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+        values = text.values(text.parse(path.read_text(encoding="utf-8"), str(path)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected keys such as `model:` and `gpus:`, found {str(values)[:60]!r}")
     below: dict[str, Any] = {}

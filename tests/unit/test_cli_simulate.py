@@ -34,6 +34,7 @@ def test_results_are_for_each_policy_and_seed_and_the_same_every_time():
     again = simulated("--policy", "static", "--seed", "2")["results"]
     assert again[0]["events_sha256"] == found["results"][2]["events_sha256"]
     ours = found["summary"]["dynarl"]
+    assert simulated("--policy", "static", "--seed", "2", "--seed", "2")["results"] == again
     assert ours["seeds"] == [1, 2] and ours["makespan_s_half"] > 0 and ours["faster"] != 1.0
 
 
@@ -53,6 +54,13 @@ def test_a_picture_in_characters_and_a_page(tmp_path):
     (("dynarl-7b-64-math", "--set", "gpus"), 2, "write KEY=VALUE"),
     (("dynarl-7b-64-math", "--set", "rollout.tp=3"), 3, "rollout.tp = 3 does not divide training.tp = 4"),
     (("dynarl-7b-64-math", "--nodes", "4"), 2, "--from RUN, with --nodes"),
+    (("dynarl-7b-64-math", "--set", "gpus=["), 3, "--set gpus: not YAML"),
+    (("dynarl-7b-64-math", "--set", "gpus=64", "--set", "gpus.x=1"), 2, "gpus is 64 by another --set"),
+    (("dynarl-7b-64-math", "--set", "name=[]"), 3, "Expected `str`, got `array`"),
+    (("dynarl-7b-64-math", "--set", "moves.sync_s=-1e-3"), 3, "moves.sync_s = -0.001 must be"),
+    (("dynarl-7b-64-math", "--seed", "-1"), 2, "--seed"),
+    (("dynarl-7b-64-math", "--output", "x.txt"), 2, "give -o png, svg, html or json"),
+    (("dynarl-7b-64-math", "-o", "json", "--output", "/no/such/x.json"), 2, "there is no directory /no/such"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason(arguments, code, says):
     done = run("simulate", *arguments)

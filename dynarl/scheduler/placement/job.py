@@ -43,7 +43,7 @@ ROLES = ("rollout", "inference", "training")
 def read(path: Path) -> dict[str, Any]:
     """A file's values. Raises ConfigError."""
     try:
-        parsed = _values(text.parse(path.read_text(encoding="utf-8"), str(path)))
+        parsed = text.values(text.parse(path.read_text(encoding="utf-8"), str(path)))
     except FileNotFoundError:
         raise ConfigError(f"no configuration file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -51,14 +51,6 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: expected keys such as `devices:` (a plan) or sections such as `cluster:` (a job)")
     return parsed
-
-
-def _values(node: text.Node) -> Any:
-    if isinstance(node, text.Mapping):
-        return {key: _values(item) for key, item in node.items.items()}
-    if isinstance(node, text.Sequence):
-        return [_values(item) for item in node.items]
-    return node.value
 
 
 def is_plan_file(data: dict[str, Any]) -> bool:
@@ -80,7 +72,7 @@ def overridden(data: dict[str, Any], options: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"--set {option!r}: {key} has no keys of its own in this file")
             at[key] = {**inner}
             at = at[key]
-        at[last] = _values(text.parse(value, f"--set {path}", numbered=False))
+        at[last] = text.values(text.parse(value, f"--set {path}", numbered=False))
     return data
 
 
@@ -131,7 +123,7 @@ def _parsed(lengths: str | None) -> dict[str, Any]:
         name, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"--lengths {lengths}: {item!r} is not NAME=VALUE, such as median=400")
-        given[name.strip()] = _values(text.parse(value, "--lengths", numbered=False))
+        given[name.strip()] = text.values(text.parse(value, "--lengths", numbered=False))
     return given
 
 
