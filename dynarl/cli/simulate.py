@@ -159,13 +159,13 @@ def _facts(scenario: Any, runs: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _print(scenario: Any, found: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    from dynarl.report.simulation import KINDS
+    from dynarl.report.simulation import KINDS, drawn_s
     from dynarl.report.simulation_text import legend, render
 
     console = output.console()
     colour, fancy = console.is_terminal and not console.no_color, output.fancy(console)
     plus_minus = "±" if fancy else "+-"
-    console.print(f"{scenario.name}: {scenario.about}", soft_wrap=True)
+    console.print(_facts(scenario, runs)["scenario"], soft_wrap=True)
     table = output.table("policy", ">makespan", f">{scenario.throughput_unit}", ">times faster", *(f">{kind}" for kind in KINDS))
     for policy, entry in found.items():
         cells = []
@@ -175,9 +175,10 @@ def _print(scenario: Any, found: dict[str, Any], runs: list[dict[str, Any]]) -> 
         table.add_row(policy, *cells, *(f"{entry['share'][kind]:.0%}" for kind in KINDS))
     console.print(table)
     first = [run for run in runs if run["seed"] == runs[0]["seed"]]
-    end_s = max(run["makespan_s"] for run in first)
+    end_s = drawn_s(first)
     for run in first:
-        console.print(f"\n{run['policy']}, seed {run['seed']}")
+        last = ", the last iteration" if len(run["iterations_s"]) > 1 else ""
+        console.print(f"\n{run['policy']}, seed {run['seed']}{last}")
         for line in render(run["timeline"], end_s, console.width, colour, fancy):
             console.print(line, no_wrap=True, crop=False)
     console.print(legend(found[first[-1]["policy"]]["share"], colour, fancy))

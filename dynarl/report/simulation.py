@@ -68,6 +68,12 @@ def shares(runs: Sequence[Run]) -> dict[str, float]:
     return {kind: value / total for kind, value in seconds.items()}
 
 
+def drawn_s(runs: Sequence[Run]) -> float:
+    """Seconds that a picture of these runs has to show. A timeline is of the last iteration, which may take longer than
+    `makespan_s`, the mean of all."""
+    return max(run["timeline"][-1]["end_s"] for run in runs)
+
+
 def sampled(timeline: Sequence[Mapping[str, float]], times: int, end_s: float) -> list[dict[str, float]]:
     """Mean GPUs in each kind in `times` equal parts of 0..end_s; nothing after the end of the run."""
     width = end_s / times

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
 from dynarl.report.palette import NO_ROLE_COLOUR, ROLE_COLOURS  # noqa: E402
-from dynarl.report.simulation import KINDS, Run  # noqa: E402
+from dynarl.report.simulation import KINDS, Run, drawn_s  # noqa: E402
 
 WIDTH_IN, PANEL_IN = 10.0, 1.7
 COLOURS = ROLE_COLOURS | {"idle": NO_ROLE_COLOUR}
@@ -23,7 +23,7 @@ def figure(runs: Sequence[Run], title: str) -> Figure:
     """One panel for each run, in this order."""
     made = Figure(figsize=(WIDTH_IN, 1.0 + PANEL_IN * len(runs)), layout="constrained")
     panels = made.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    end_s = max(run["makespan_s"] for run in runs)
+    end_s = drawn_s(runs)
     for axes, run in zip(panels, runs):
         edges = [span["start_s"] for span in run["timeline"]] + [run["timeline"][-1]["end_s"]]
         below = [0.0] * len(run["timeline"])
@@ -31,7 +31,7 @@ def figure(runs: Sequence[Run], title: str) -> Figure:
             above = [low + span[kind] for low, span in zip(below, run["timeline"])]
             axes.stairs(above, edges, baseline=below, fill=True, color=COLOURS[kind], linewidth=0)
             below = above
-        axes.axvline(run["makespan_s"], color="black", linewidth=0.8)
+        axes.axvline(edges[-1], color="black", linewidth=0.8)
         axes.set_xlim(0, end_s * 1.02)
         axes.set_ylim(0, max(below))
         axes.set_ylabel("GPUs")

@@ -40,7 +40,9 @@ def test_results_are_for_each_policy_and_seed_and_the_same_every_time():
 
 def test_a_picture_in_characters_and_a_page(tmp_path):
     shown = run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static").stdout
-    assert "static, seed 1" in shown and "RRRR" in shown and "TTTT" in shown
+    assert shown.startswith("dynarl-1.5b-64-math\n") and "static, seed 1\n" in shown and "RRRR" in shown and "TTTT" in shown
+    twice = run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static", "--set", "iterations=2").stdout
+    assert "static, seed 1, the last iteration\n" in twice
     pytest.importorskip("matplotlib")
     target = tmp_path / "page.html"
     assert run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static", "-o", "html", "--output", str(target)).exit_code == 0

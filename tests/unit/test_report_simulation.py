@@ -53,6 +53,16 @@ def test_a_column_shows_each_role_as_high_as_its_share():
     assert lines[0].startswith("8 ") and lines[-1].split() == ["0s", "1m40s"]
 
 
+def test_a_last_iteration_that_is_longer_than_the_mean_is_drawn_to_its_end():
+    longer = SLOW[0] | {"makespan_s": 60.0}
+    assert simulation.drawn_s([longer, FAST[0]]) == 100.0
+    pytest.importorskip("matplotlib")
+    from dynarl.report.simulation_plot import figure
+
+    first, second = figure([longer, FAST[0]], "").axes
+    assert first.get_xlim()[1] > 100.0 and first.lines[0].get_xdata()[0] == 100.0 and second.lines[0].get_xdata()[0] == 80.0
+
+
 def test_the_page_stands_alone_and_quotes_what_it_shows():
     pytest.importorskip("matplotlib")
     from dynarl.report.simulation_page import page
