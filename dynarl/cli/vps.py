@@ -92,7 +92,13 @@ def _model(name: str) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return ModelSpec.from_hf(json.loads(path.read_text()), name=path.resolve().parent.name)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is no config.json of a model: {error}") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path} is no config.json of a model: it has no keys")
+        return ModelSpec.from_hf(config, name=path.resolve().parent.name)
     return preset(name)
 
 

@@ -146,3 +146,11 @@ def test_sizes_and_rates_that_cannot_be_read_are_refused(text):
 
 def test_sizes_round_to_what_they_show():
     assert [size(n) for n in (999_499, 999_600, 9_960_000, 1.5e15)] == ["999 kB", "1.0 MB", "10 MB", "1500 TB"]
+
+
+@pytest.mark.parametrize("content, reason", [("", "Expecting value"), ("[1, 2]", "it has no keys"), ("{", "Expecting property")])
+def test_a_file_that_is_no_models_config_is_named(tmp_path, content, reason):
+    (tmp_path / "config.json").write_text(content)
+    done = run("vps", "plan", "--model", str(tmp_path), *PLAN[4:])
+    assert done.exit_code == 3
+    assert f"{tmp_path}/config.json is no config.json of a model: {reason}" in done.output
