@@ -28,13 +28,22 @@ PIPED_WIDTH = 100
 
 
 class Command(click.Command):
-    """A command whose DynarlErrors are shown as its `-o` asks, and end it with their exit code."""
+    """A command whose DynarlErrors are shown as its `-o` asks, and end it with their exit code; so are files that cannot
+    be read or written."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except DynarlError as error:
-            raise Shown(error, as_json=context.params.get("output_format") == "json") from error
+            raise self._shown(error, context) from error
+        except OSError as error:
+            if error.filename is None:  # of a socket or a pipe
+                raise
+            raise self._shown(DynarlError(f"{error.filename}: {error.strerror}"), context) from error
+
+    @staticmethod
+    def _shown(error: DynarlError, context: click.Context) -> Shown:
+        return Shown(error, as_json=context.params.get("output_format") == "json")
 
 
 class Shown(click.ClickException):

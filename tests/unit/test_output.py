@@ -10,9 +10,12 @@ from dynarl.errors import NotFoundError
 @click.command(cls=output.Command)
 @output.format_option()
 @click.option("--fail", is_flag=True)
-def command(output_format, fail):
+@click.option("--read")
+def command(output_format, fail, read):
     if fail:
         raise NotFoundError("no run 'x'; near: y")
+    if read:
+        open(read).close()
     if output_format == "json":
         output.print_json({"loss": float("nan"), "name": "é"})
     else:
@@ -49,6 +52,13 @@ def test_an_error_in_json_mode_is_an_object_on_stdout_and_its_exit_code():
         "message": "no run 'x'; near: y",
         "exit_code": 5,
     }
+
+
+def test_a_file_that_cannot_be_read_is_named_without_a_traceback(tmp_path):
+    result = invoke("--read", str(tmp_path))
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"error: {tmp_path}: Is a directory\n")
+    told = json.loads(invoke("--read", str(tmp_path / "no"), "-o", "json").stdout)["error"]
+    assert told == {"kind": "DynarlError", "message": f"{tmp_path / 'no'}: No such file or directory", "exit_code": 1}
 
 
 def test_a_pipe_gets_no_colour_codes():
