@@ -92,6 +92,12 @@ def test_settings_can_be_changed():
         ("groups=0", "groups"),
         ("wrong=1", "wrong"),
         ("kv_fraction=0.01", "rollout"),
+        ("kv_fraction=2", "<= 1.0 - at `$.kv_fraction`"),
+        ("residue_gb=-5", ">= 0.0 - at `$.residue_gb`"),
+        ("rollout_tp=[]", "length >= 1 - at `$.rollout_tp`"),
+        ("max_running_shared=-1", ">= 1 - at `$.max_running_shared`"),
+        ("devices_per_node=0", ">= 1 - at `$.devices_per_node`"),
+        ("minibatches=1000", "minibatches = 1000 of groups = 512"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_arithmetic(changed, told):

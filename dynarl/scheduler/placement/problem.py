@@ -34,6 +34,7 @@ from dynarl.scheduler.placement.search import Mode
 from dynarl.scheduler.placement.stage import Measured, Stage
 
 Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,17 +47,17 @@ class Seen(_Part):
     seconds: Annotated[float, Meta(gt=0)]
     devices: Positive
     unit: Positive = 1
-    fixed_s: float = 0.0
-    level_s: float = 0.0
-    load_s: float = 0.0
+    fixed_s: Seconds = 0.0
+    level_s: Seconds = 0.0
+    load_s: Seconds = 0.0
 
 
 class Rounds(_Part):
     """A member of a cycle: a round of n episodes on d devices takes fixed_s + item_s * ceil(n / d)."""
 
-    fixed_s: float
-    item_s: float
-    most: float = float("inf")
+    fixed_s: Seconds
+    item_s: Seconds
+    most: Annotated[float, Meta(ge=1)] = float("inf")
 
 
 class Loop(_Part):
@@ -66,8 +67,8 @@ class Loop(_Part):
     rounds: Positive
     members: dict[str, Rounds]
     together_most: float = float("inf")
-    switch_s: float = 0.0
-    load_s: float = 0.0
+    switch_s: Seconds = 0.0
+    load_s: Seconds = 0.0
 
 
 class Problem(_Part):
@@ -88,17 +89,21 @@ class Problem(_Part):
     group_size: Positive = 1
     minibatches: Positive = 1
     unit: Literal["node", "device"] = "node"
-    devices_per_node: int | None = None
+    devices_per_node: Positive | None = None
     lengths: Lengths | None = None
     max_running: Positive = 256
-    kv_fraction: float = 0.85
-    microbatch_tokens: int | None = None
-    max_running_shared: int | None = None
-    rollout_tp: tuple[int, ...] = DEGREES
-    residue_gb: float = 4.0
+    kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.85
+    microbatch_tokens: Positive | None = None
+    max_running_shared: Positive | None = None
+    rollout_tp: Annotated[tuple[Positive, ...], Meta(min_length=1)] = DEGREES
+    residue_gb: Annotated[float, Meta(ge=0)] = 4.0
     tool_workers: Positive = 64
     seen: dict[str, Seen] = {}
     loop: Loop | None = None
+
+    def __post_init__(self) -> None:
+        if self.minibatches > self.groups:
+            raise ValueError(f"minibatches = {self.minibatches} of groups = {self.groups} leaves some without a group")
 
 
 @dataclass(frozen=True)
