@@ -40,6 +40,11 @@ def runs_root(config_root: str | None = None) -> Path:
     return Path(config_root or os.environ.get(ENV_ROOT) or "~/dynarl-runs").expanduser().absolute()
 
 
+def is_local(path: Path) -> bool:
+    """Whether other nodes hardly see what is there."""
+    return any(path.is_relative_to(place) for place in ("/tmp", "/dev/shm"))
+
+
 def create(root: Path, name: str) -> Path:
     """Make the directory of a new run and return it. Two that start in the same second get different ones."""
     root.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def _runs(config: Config | None) -> Finding:
     place = next(folder for folder in (root, *root.parents) if folder.exists())
     if not os.access(place, os.W_OK | os.X_OK):
         return _finding(False, "runs", f"{root} cannot be written; set run.root or {rundir.ENV_ROOT}")
-    if root.is_relative_to("/tmp") or root.is_relative_to("/dev/shm"):
+    if rundir.is_local(root):
         return _finding(
             False, "runs", f"{root}: other nodes hardly see this; set run.root or {rundir.ENV_ROOT}", Level.NOTE
         )

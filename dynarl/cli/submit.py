@@ -64,6 +64,8 @@ def command(
     done = submission.submit_resume(client, run, overrides) if run else submission.submit_new(client, config)
     for note in done.notes:
         output.note(f"note: {note}")
+    if rundir.is_local(done.run):
+        output.note(f"note: other nodes hardly see {done.run.parent}; set run.root or {rundir.ENV_ROOT}")
     result: dict[str, Any] = {"run": done.run.name, "job_id": done.job_id, "directory": str(done.run)}
     ended_well = True
     if wait_for_it:

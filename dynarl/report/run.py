@@ -61,13 +61,20 @@ class RunView:
         """How the run stands. `ask` is called only if the journal cannot tell; default: squeue, for 5 s at most."""
         jobs = rundir.job_ids(self.run)
         newer_job = jobs and self.graph.job_id is not None and jobs[-1] != self.graph.job_id and jobs[-1]
-        return judge(
-            self.graph,
-            newer_job or self.graph.job_id or (jobs[-1] if jobs else None),
-            bool(newer_job),
-            ask or ask_slurm,
-            time.time() if now is None else now,
+        job_id = newer_job or self.graph.job_id or (jobs[-1] if jobs else None)
+        found = judge(
+            self.graph, job_id, bool(newer_job), ask or ask_slurm, time.time() if now is None else now
         )
+        if found.name == "lost" and not self.graph.attempt:
+            return State(found.name, f"{found.reason}. {self._before_the_controller(job_id)}")
+        return found
+
+    def _before_the_controller(self, job_id: str) -> str:
+        """Where to look when a job has ended without a word in the journal."""
+        said = rundir.batch_output(self.run, job_id)
+        if said.exists():
+            return f"What it said is in {said}"
+        return f"Not even its output is in {self.run}: do the nodes see that directory, and may you write there?"
 
 
 def judge(graph: Graph, job_id: str | None, newer_job: bool, ask: Callable[[str], JobInfo], now: float) -> State:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -35,6 +36,14 @@ def test_a_submission_says_run_job_and_files(slurm, tmp_path):
     data = json.loads(done.stdout)
     assert data["schema"] == 1 and data["job_id"] == "1" and data["directory"] == str(tmp_path / "runs" / data["run"])
     assert "dynarl watch" in call("job.yaml").stderr
+
+
+@pytest.mark.parametrize("root, told", [("/tmp/runs", True), ("/dev/shm/runs", True), ("/home/me/runs", False)])
+def test_a_place_for_runs_that_other_nodes_hardly_see_is_told(slurm, monkeypatch, root, told):
+    monkeypatch.setattr(submission, "submit_new", lambda client, config: submission.Submitted(Path(root, "x-1"), "1", ()))
+    done = call("job.yaml", "-o", "json")
+    assert json.loads(done.stdout)["job_id"] == "1"
+    assert (f"other nodes hardly see {root}; set run.root or DYNARL_RUNS" in done.stderr) == told
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,15 @@ def test_a_run_that_has_only_been_submitted_has_a_status(synthetic, monkeypatch)
     assert "pending" in invoke().stdout
 
 
+def test_a_job_that_ended_before_its_controller_says_where_to_look(synthetic):
+    rundir.add_job(synthetic.run, 99)
+    found = state_of(synthetic, answer(PRESENT, "FAILED"), now=synthetic.t)
+    assert found.name == "lost" and f"Not even its output is in {synthetic.run}" in found.reason
+    (synthetic.run / "slurm-99.out").write_text("dynarl.slurm: cannot import dynarl\n")
+    found = state_of(synthetic, answer(PRESENT, "FAILED"), now=synthetic.t)
+    assert "job 99 is FAILED" in found.reason and f"What it said is in {synthetic.run}/slurm-99.out" in found.reason
+
+
 @pytest.mark.parametrize(
     "slurm, state, reason",
     [
