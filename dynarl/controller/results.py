@@ -97,9 +97,9 @@ class Results:
         """Response tokens that tools wrote."""
         return sum(self._masked.values())
 
-    def stats(self) -> dict[str, float]:
-        """Sums over all trained groups."""
+    def stats(self, groups: Iterable[Group] | None = None) -> dict[str, float]:
+        """Sums over these trained groups; by default over all."""
         total: dict[str, float] = {}
-        for stats in self._stats.values():
+        for stats in self._stats.values() if groups is None else [self._stats[group.name] for group in groups]:
             add(total, stats)
         return total

@@ -179,7 +179,7 @@ class Rounds:
             if last:
                 # Here and not later: whoever waits to cut in does so at the first wait after this block.
                 self.progress.iteration = number
-            stats = run.results.stats()
+            stats = run.results.stats(batch)
             self.journal.append(
                 "step_committed",
                 iteration=number,

@@ -45,7 +45,7 @@ class Iterating(Rounds):
 
         return SimpleNamespace(
             accumulate=nothing, awake=awake, going_on=going_on, weights=self.weights,
-            results=SimpleNamespace(counted_tokens=lambda batch: 1, stats=dict), tally=SimpleNamespace(stage_ends=dict),
+            results=SimpleNamespace(counted_tokens=lambda batch: 1, stats=lambda batch: {}), tally=SimpleNamespace(stage_ends=dict),
             ledger=SimpleNamespace(trained=lambda batch: samples), role_changes=SimpleNamespace())
 
     async def cut_in(self, after_s, iterating):

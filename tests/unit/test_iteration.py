@@ -71,6 +71,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
             cluster.batches.append([group.name for group in batch])
             needed = owners | {group.node for group in batch}  # else what they hold would be out of the step's reach
             assert all(cluster.agents[n].active == "training" for n in needed)
+            assert iteration.results.stats(batch) == {"tokens": float(len(batch))}, "of this step alone"
             total = Counter()
             for node in {group.node for group in batch}:
                 total += cluster.agents[node].buffer
