@@ -26,21 +26,27 @@ log = logging.getLogger(__name__)
 TRACE_BYTES = 64 << 20
 
 
+def _end_line(fd: int) -> None:
+    """A start that was killed in the middle of a line must not spoil the next one."""
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        os.write(fd, b"\n")
+
+
 class MetricsWriter:
     """Appends to the metrics of a run. `resume_step`: the step that this start of the controller logs first."""
 
     def __init__(self, run: Path, resume_step: int | None = None):
         self._fd = os.open(rundir.metrics(run), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # the last start was killed in the middle of a line
+        _end_line(self._fd)
         self._board = _open_board(rundir.tensorboard(run), resume_step)
         self._trace, self._older_trace = rundir.trace(run), rundir.older_trace(run)
 
     def trace(self, line: bytes) -> None:
         """Add a line to the run's trace (`controller.trace`), which is far larger than the scalars."""
-        fd = os.open(self._trace, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._trace, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            _end_line(fd)
             os.write(fd, line)
             if os.fstat(fd).st_size >= TRACE_BYTES:
                 os.replace(self._trace, self._older_trace)

@@ -112,3 +112,9 @@ def test_a_trace_that_is_full_makes_room_for_newer_iterations(run, monkeypatch):
 def test_the_trace_is_for_its_owner_only(run):
     MetricsWriter(run).trace(b"{}\n")
     assert rundir.trace(run).stat().st_mode & 0o777 == 0o600 and rundir.trace(run).read_bytes() == b"{}\n"
+
+
+def test_a_line_of_the_trace_that_was_cut_short_spoils_no_other(run):
+    rundir.trace(run).write_bytes(b'{"iteration":1,"answ')
+    MetricsWriter(run).trace(b'{"iteration":2}\n')
+    assert rundir.trace(run).read_bytes().splitlines()[1:] == [b'{"iteration":2}']
