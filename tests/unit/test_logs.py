@@ -75,6 +75,7 @@ def test_what_slurm_says_is_there_but_the_controllers_lines_are_not_doubled(synt
 
 
 def test_what_does_not_fit_is_answered_with_what_there_is(synthetic):
+    rundir.batch_output(synthetic.run, 4711).write_text("srun: error\n")
     for args, text in ((["--node", "n9"], "nodes n1, n2, n3, n4"), (["--attempt", "7"], "no attempt 7; it has 1")):
         result = CliRunner().invoke(command, args)
         assert result.exit_code == 5 and text in result.stderr
