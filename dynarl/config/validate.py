@@ -14,6 +14,7 @@ from dynarl.config.schema import TAKING_TURNS, Config
 from dynarl.errors import ConfigError
 from dynarl.hypergraph import workflow
 from dynarl.slurm import environ, timelimit
+from dynarl.tasks.base import KNOWN_TASKS
 
 # Options that are computed from other settings; given twice, the outcome would depend on their order.
 COMPUTED_SBATCH = {
@@ -68,7 +69,7 @@ class Shape:
 
 def check(config: Config) -> None:
     """Raise ConfigError with every fault found, one per line."""
-    rules = (_nodes, _time, _workflow, _dataflow, _policy, _switching, _plan, _failure, _model, _batches, _options)
+    rules = (_nodes, _time, _workflow, _dataflow, _policy, _switching, _plan, _failure, _model, _task, _batches, _options)
     faults = [fault for rule in rules for fault in rule(config)]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -319,6 +320,12 @@ def _shape(config: Config) -> Shape:
         raise ConfigError(f"model.path = {model.path}: cannot read {file}: {error}") from None
     except KeyError as error:
         raise ConfigError(f"model.path = {model.path}: {file} has no {error}") from None
+
+
+def _task(config: Config) -> Iterator[str]:
+    # A task of one's own may be where only the nodes find it.
+    if config.task.name not in KNOWN_TASKS and ":" not in config.task.name:
+        yield f"task.name = {config.task.name}: known are {', '.join(KNOWN_TASKS)}; your own is package.module:Class"
 
 
 def _batches(config: Config) -> Iterator[str]:

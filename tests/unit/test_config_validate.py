@@ -101,6 +101,7 @@ def test_what_works_is_accepted(written):
             "(10.67 groups each)",
         ),
         ("training: {max_tokens_per_micro_batch: 100}", "does not hold one sample of 64 + 256 = 320 tokens"),
+        ("task: {name: aritmetic}", "task.name = aritmetic: known are arithmetic, tools; your own is package.module:Class"),
         ("task: {train_size: 8}", "algorithm.prompts_per_step = 32 is more than task.train_size = 8"),
         ("training: {lr: .inf}", "training.lr = inf"),
         ("cluster: {time: 1:2:3:4}", "cluster.time: time limit '1:2:3:4' is none of"),
