@@ -92,6 +92,7 @@ def test_settings_can_be_changed():
         ("groups=0", "groups"),
         ("wrong=1", "wrong"),
         ("kv_fraction=0.01", "rollout"),
+        ("lengths.sigma=1e9", "sigma = 1e+09 must be at most 10"),
         ("kv_fraction=2", "<= 1.0 - at `$.kv_fraction`"),
         ("residue_gb=-5", ">= 0.0 - at `$.residue_gb`"),
         ("rollout_tp=[]", "length >= 1 - at `$.rollout_tp`"),

@@ -16,6 +16,9 @@ import numpy as np
 # Share of answers that are longer, from all to one in a million.
 LEVELS = np.concatenate([[1.0], np.linspace(0.98, 0.1, 45), np.geomspace(0.09, 1e-6, 40)])
 
+# A law of lengths so wide spans more than all that there are.
+MOST_SIGMA = 10.0
+
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens. prompt: of a prompt; median, sigma: of the log-normal law of answers; cap: the longest answer.
@@ -44,6 +47,8 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("prompt", "sigma", "tool_s", "tool_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name):g} must not be below 0")
+        if not self.sigma <= MOST_SIGMA:
+            raise ValueError(f"sigma = {self.sigma:g} must be at most {MOST_SIGMA:g}")
         if not 0 <= self.correlation <= 1:
             raise ValueError(f"correlation = {self.correlation:g} must be from 0 to 1")
         if self.median > self.cap:
