@@ -6,9 +6,32 @@ One line of JSON for each iteration in `trace.jsonl`; what the pieces mean is at
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+Sample = Annotated[str, Meta(pattern=r"^\d+:\d+:\d+$")]
+Count = Annotated[int, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0)]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line as it is read: what `Trace` collects, and the facts of its iteration. candidate: of `dynarl bench roles`;
+    roles: {node: role} at its start; switches: milliseconds by phase of every change of roles."""
+
+    iteration: int = 0
+    candidate: str = ""
+    policy: str
+    roles: dict[str, str]
+    step_s: list[Amount]
+    sync_s: Amount
+    seconds: Amount
+    switches: list[dict[str, float]]
+    answers: list[tuple[Sample, Count, Count, Count, Count, Amount, Amount]]
+    leases: list[tuple[str, Count, Amount]]
+    decode: list[tuple[Count, float, float, float, float]]
+    kv_tokens: Count
 
 
 class Trace:

@@ -11,12 +11,10 @@ Times are seen from the controller, messages included, so messages take no time 
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,13 +23,13 @@ from dynarl import rundir
 from dynarl.config import load
 from dynarl.config.schema import Config
 from dynarl.controller.nodes import assign_homes
+from dynarl.controller.trace import Line
 from dynarl.errors import DynarlError
 from dynarl.lines import LineReader
 from dynarl.perf.rollout import StepModel
 from dynarl.sim.workload import NS_PER_S, SimRequest, Turn
 from dynarl.sim.world import Times, World
 
-Line = Mapping[str, Any]
 # An engine that never said what it holds is taken to hold everything.
 UNBOUNDED_TOKENS = 1 << 40
 # Rollout workers of a real job report so often.
@@ -53,17 +51,22 @@ class Constant:
 
 
 class NoTrace(DynarlError):
-    """The run has no trace, or nothing in it to fit to."""
+    """The run has no trace, or one that cannot be read, or nothing in it to fit to."""
 
 
 def read(run: Path) -> list[Line]:
     """The lines of a run's trace, oldest first. Raises NoTrace."""
-    lines = []
-    for line in itertools.chain(LineReader(rundir.older_trace(run)), LineReader(rundir.trace(run))):
-        try:
-            lines.append(msgspec.json.decode(line))
-        except msgspec.DecodeError:  # cut short by a crash
-            continue
+    lines, decoder = [], msgspec.json.Decoder(Line)
+    for path in (rundir.older_trace(run), rundir.trace(run)):
+        for number, line in enumerate(LineReader(path), 1):
+            try:
+                lines.append(decoder.decode(line))
+            except msgspec.ValidationError as error:
+                shown = line.decode(errors="replace").strip()
+                shown = repr(shown if len(shown) <= 80 else shown[:77] + "...")
+                raise NoTrace(f"{path}:{number}: {error}, in {shown}: no iteration that dynarl has written") from None
+            except (msgspec.DecodeError, UnicodeDecodeError):  # cut short by a crash
+                continue
     if not lines:
         raise NoTrace(f"{rundir.trace(run)} has no iteration: run the job for at least one, with a dynarl that writes traces")
     return lines
@@ -125,13 +128,13 @@ def fit(lines: Sequence[Line]) -> Calibration:
     step = _decode(lines, constants)
     stages = {role: _stage(lines, role, constants) for role in ("inference", "training")}
     phases = _phases(lines, constants)
-    return Calibration(step, stages, phases, max(line["kv_tokens"] for line in lines), constants)
+    return Calibration(step, stages, phases, max(line.kv_tokens for line in lines), constants)
 
 
 def requests(line: Line) -> list[SimRequest]:
     """The answers of an iteration as they were. What tools wrote and how long they took is shared evenly by the calls."""
     found = []
-    for sample, prompt, tokens, masked, calls, tool_s, _ in line["answers"]:
+    for sample, prompt, tokens, masked, calls, tool_s, _ in line.answers:
         written = tokens - masked
         shares, results = _even(written, calls + 1), _even(masked, calls)
         tool_ns = round(tool_s * NS_PER_S / calls) if calls else 0
@@ -153,7 +156,7 @@ def _even(total: int, parts: int) -> list[int]:
 
 
 def _decode(lines: Sequence[Line], constants: list[Constant]) -> StepModel:
-    rows = np.array([row[1:] for line in lines for row in line["decode"]], float).reshape(-1, 4)
+    rows = np.array([row[1:] for line in lines for row in line.decode], float).reshape(-1, 4)
     rows = rows[rows[:, 3] > 0]
     if not len(rows):
         raise NoTrace("no engine reported its load while it decoded: the iterations were too short to fit a step time to")
@@ -169,7 +172,7 @@ def _decode(lines: Sequence[Line], constants: list[Constant]) -> StepModel:
 
 
 def _stage(lines: Sequence[Line], role: str, constants: list[Constant]) -> tuple[float, float]:
-    leases = np.array([[tokens, s] for line in lines for name, tokens, s in line["leases"] if name == role], float)
+    leases = np.array([[tokens, s] for line in lines for name, tokens, s in line.leases if name == role], float)
     if not len(leases):
         return 0.0, 0.0  # a job without this stage
     features = np.stack([np.ones(len(leases)), leases[:, 0]], axis=1)
@@ -182,10 +185,10 @@ def _stage(lines: Sequence[Line], role: str, constants: list[Constant]) -> tuple
 def _phases(lines: Sequence[Line], constants: list[Constant]) -> dict[str, float]:
     seconds: dict[str, list[float]] = {"step": [], "sync": []}
     for line in lines:
-        seconds["step"] += line["step_s"]
-        seconds["sync"].append(line["sync_s"])
+        seconds["step"] += line.step_s
+        seconds["sync"].append(line.sync_s)
     for name in ("prepare", "vote", "drain", "transfer", "commit"):
-        seconds[name] = [1e-3 * each[f"{name}_ms"] for line in lines for each in line["switches"] if f"{name}_ms" in each]
+        seconds[name] = [1e-3 * each[f"{name}_ms"] for line in lines for each in line.switches if f"{name}_ms" in each]
     # Groups that were finished first are simulated as such: what is left is the time of a node that had none.
     seconds["drain"] = sorted(seconds["drain"])[: len(seconds["drain"]) // 4 + 1]
     found = {}
@@ -259,5 +262,5 @@ def renamed(answers: Iterable[SimRequest], iteration: int) -> list[SimRequest]:
 def recorded(run: Path, num_nodes: int | None = None) -> Recorded:
     """A run as a scenario. Raises NoTrace, ConfigError."""
     config = load.from_text(rundir.config(run).read_text()).config
-    lines = [line for line in read(run) if line["answers"]]
+    lines = [line for line in read(run) if line.answers]
     return Recorded(run.name, config, lines, fit(lines), num_nodes or config.cluster.nodes)

@@ -15,8 +15,9 @@ import msgspec
 
 from dynarl.config.schema import Config, Policy
 from dynarl.controller.nodes import assign_homes
+from dynarl.controller.trace import Line
 from dynarl.errors import NotFoundError
-from dynarl.sim.calibrate import Calibration, Line, renamed, requests
+from dynarl.sim.calibrate import Calibration, renamed, requests
 from dynarl.sim.run import run
 
 
@@ -41,7 +42,7 @@ def named(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """Lines of a trace by candidate or policy."""
     found: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        found[line.get("candidate") or line["policy"]].append(line)
+        found[line.candidate or line.policy].append(line)
     return found
 
 
@@ -57,10 +58,10 @@ def compare(config: Config, lines: Sequence[Line], calibration: Calibration) -> 
     """A row for each name in the trace."""
     rows = []
     for name, same in named(lines).items():
-        measured = [line["seconds"] for line in same]
+        measured = [line.seconds for line in same]
         simulated = simulate(config, same, calibration)
         rows.append(
-            Row(name, len(same[0]["roles"]), statistics.median(measured), min(measured), max(measured), simulated)
+            Row(name, len(same[0].roles), statistics.median(measured), min(measured), max(measured), simulated)
         )
     return rows
 
@@ -69,7 +70,7 @@ def simulate(config: Config, same: Sequence[Line], calibration: Calibration) -> 
     """Median seconds of the iterations that these lines tell of, one after another."""
     first = same[0]
     policy = policy_of(config, first)
-    homes = first["roles"] if policy.name == "static" else assign_homes(config, sorted(first["roles"]))
+    homes = first.roles if policy.name == "static" else assign_homes(config, sorted(first.roles))
 
     def draw(iteration: int, seed: int):
         return renamed(requests(same[iteration - 1]), iteration)
@@ -80,7 +81,7 @@ def simulate(config: Config, same: Sequence[Line], calibration: Calibration) -> 
 
 def policy_of(config: Config, line: Line) -> Policy:
     """As it ran: a bench's own candidates lend the trainer's nodes, and say in what order requests wait."""
-    if "candidate" not in line:
+    if not line.candidate:
         return config.policy
-    lends = line["policy"] in ("threshold", "adaptive")
-    return msgspec.structs.replace(config.policy, name=line["policy"], lend_owners=lends)
+    lends = line.policy in ("threshold", "adaptive")
+    return msgspec.structs.replace(config.policy, name=line.policy, lend_owners=lends)

@@ -78,3 +78,12 @@ def test_a_run_without_a_trace_is_told_so(tmp_path):
     (tmp_path / "journal.jsonl").touch()
     done = run("sim", "calibrate", str(tmp_path))
     assert done.exit_code == 1 and "trace.jsonl has no iteration" in done.output
+
+
+@pytest.mark.parametrize("command", [("sim", "calibrate"), ("sim", "validate"), ("simulate", "--from")])
+def test_a_line_of_a_trace_that_lacks_keys_is_told(tmp_path, command):
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "trace.jsonl").write_text('{"iteration": 3}\n')
+    done = run(*command, str(tmp_path))
+    assert done.exit_code == 1 and "trace.jsonl:1: Object missing required field `policy`" in done.output

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from dynarl import rundir
+from dynarl.controller.trace import Trace
 from dynarl.report.metrics import MetricsReader, MetricsWriter
 from dynarl.sim import calibrate
 
@@ -99,11 +100,15 @@ def test_writing_metrics_loads_no_tensor_library(run):
 
 
 def test_a_trace_that_is_full_makes_room_for_newer_iterations(run, monkeypatch):
-    monkeypatch.setattr("dynarl.report.metrics.TRACE_BYTES", 40)
+    def line(iteration):
+        facts = {"policy": "static", "roles": {}, "step_s": [], "sync_s": 0.0, "seconds": 1.0, "switches": []}
+        return Trace().line(iteration=iteration, **facts)
+
+    monkeypatch.setattr("dynarl.report.metrics.TRACE_BYTES", 2 * len(line(1)) + 1)
     writer = MetricsWriter(run)
     for iteration in range(1, 9):
-        writer.trace(b'{"iteration":%d}\n' % iteration)
-        kept = [line["iteration"] for line in calibrate.read(run)]
+        writer.trace(line(iteration))
+        kept = [each.iteration for each in calibrate.read(run)]
         assert kept == list(range(kept[0], iteration + 1)) and 3 <= len(kept) + 3 - min(iteration, 3) <= 6
         assert rundir.trace(run).exists() + rundir.older_trace(run).exists() <= 2
     writer.close()

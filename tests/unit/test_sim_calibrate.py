@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
+from dynarl import rundir
 from dynarl.config.schema import Algorithm, Config, Policy, Rollout, Split
+from dynarl.controller.trace import Line, Trace
 from dynarl.perf.rollout import StepModel
 from dynarl.sim import calibrate, validate
 from dynarl.sim.run import run
@@ -26,7 +28,16 @@ WORK = Workload(prompts=16, group_size=8, prompt=Lengths(median=20, cap=40), res
 def traced(policy, iterations=3):
     world = TRUE.world(msgspec.structs.replace(CONFIG, policy=policy), HOMES, lambda i, seed: WORK.draw(i, seed))
     done = run(world, 1, iterations=iterations)
-    return [msgspec.json.decode(line) for line in done.traces], done
+    return [msgspec.json.decode(line, type=Line) for line in done.traces], done
+
+
+WHOLE = msgspec.json.decode(
+    Trace().line(policy="static", roles={}, step_s=[0.1], sync_s=0.1, seconds=1.0, switches=[])
+)
+
+
+def line_with(**parts):
+    return msgspec.convert(WHOLE | parts, Line)
 
 
 def test_the_constants_of_a_cluster_come_back_from_its_trace():
@@ -63,14 +74,12 @@ def test_a_wrong_constant_shows_in_the_prediction():
 
 
 def test_what_would_be_negative_is_left_out():
-    line = {"decode": [[n, 10, 10 * n, 0, 10 * (0.01 - 1e-5 * n)] for n in (1, 2, 5, 9)], "leases": [], "kv_tokens": 0,
-            "step_s": [0.1], "sync_s": 0.1, "switches": []}  # fmt: skip
-    found = calibrate.fit([line])
+    found = calibrate.fit([line_with(decode=[(n, 10, 10 * n, 0, 10 * (0.01 - 1e-5 * n)) for n in (1, 2, 5, 9)])])
     assert found.step.per_request_s == 0.0 and found.step.fixed_s == pytest.approx(0.01, rel=0.01)
 
 
 def test_answers_come_back_as_they_were_with_the_work_of_tools_in_even_shares():
-    line = {"answers": [["3:7:1", 11, 30, 9, 2, 4.0, 1.5], ["3:7:0", 11, 5, 0, 0, 0.0, 0.5]]}
+    line = line_with(answers=[("3:7:1", 11, 30, 9, 2, 4.0, 1.5), ("3:7:0", 11, 5, 0, 0, 0.0, 0.5)])
     tool_ns = 2_000_000_000
     assert calibrate.requests(line) == [
         SimRequest("3:7:0", 11, (Turn(5),)),
@@ -81,6 +90,20 @@ def test_answers_come_back_as_they_were_with_the_work_of_tools_in_even_shares():
 def test_a_run_without_a_trace_is_told_so(tmp_path):
     with pytest.raises(calibrate.NoTrace, match="trace.jsonl has no iteration"):
         calibrate.read(tmp_path)
-    line = {"decode": [], "leases": [], "kv_tokens": 0, "step_s": [], "sync_s": 0.1, "switches": []}
     with pytest.raises(calibrate.NoTrace, match="too short"):
-        calibrate.fit([line])
+        calibrate.fit([line_with()])
+
+
+@pytest.mark.parametrize("bad, says", [
+    ({"iteration": 3}, "missing required field `policy`"),
+    ([3], "Expected `object`, got `array`"),
+    (WHOLE | {"answers": [["3:7", 11, 30, 9, 2, 4.0, 1.5]]}, r"`\$.answers\[0\]\[0\]`"),
+    (WHOLE | {"leases": [["training", 11, None]]}, r"`\$.leases\[0\]\[2\]`"),
+])  # fmt: skip
+def test_a_line_that_lacks_something_is_told_with_its_place(tmp_path, bad, says):
+    good = msgspec.json.encode(line_with(iteration=1))
+    rundir.trace(tmp_path).write_bytes(good + b'\n{"iteration": 2, "pol\n' + msgspec.json.encode(bad) + b"\n")
+    with pytest.raises(calibrate.NoTrace, match=rf"trace.jsonl:3: .*{says}, in '"):
+        calibrate.read(tmp_path)
+    rundir.trace(tmp_path).write_bytes(good + b'\n{"iteration": 2, "pol\n')
+    assert [line.iteration for line in calibrate.read(tmp_path)] == [1], "what a crash cut short is left out"
