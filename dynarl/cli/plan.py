@@ -66,6 +66,7 @@ def _problem(
     path: Path, overrides: tuple[str, ...], device: str | None, lengths: str | None
 ) -> tuple[Problem, Any, Any, list[str]]:
     """The problem, a job's model and configuration, and what was assumed."""
+    from dynarl.config import text
     from dynarl.scheduler.placement import job, problem
 
     data = job.read(path)
@@ -73,7 +74,9 @@ def _problem(
         return job.problem(path, overrides, device, lengths)
     if lengths:
         raise ConfigError(f"--lengths is for a job's configuration; {path} says its lengths itself")
-    data = job.overridden(data, overrides) | ({"device": device} if device else {})
+    data = job.overridden(data, overrides)
+    if device:
+        data.items["device"] = text.node(device, "--device")
     return problem.parse(data, str(path)), None, None, []
 
 

@@ -55,7 +55,11 @@ def command(scenario: str | None, run: str | None, nodes: int | None, policies: 
     else:
         from dynarl.sim.scenario import load_scenario
 
-        chosen = load_scenario(scenario, **_changes(changes + ((f"network={network}",) if network else ())))
+        for pair in changes:
+            key, equals, _ = pair.partition("=")
+            if not equals or not all(key.split(".")):
+                raise click.UsageError(f"--set {pair!r}: write KEY=VALUE, as in gpus=128 or rollout.tp=2")
+        chosen = load_scenario(scenario, (*changes, *((f"network={network}",) if network else ())))
     policies = tuple(dict.fromkeys(policies or chosen.policies))
     if unknown := [policy for policy in policies if policy not in chosen.policies]:
         raise click.UsageError(f"--policy {unknown[0]}: {chosen.name} has {', '.join(chosen.policies)}")
@@ -64,25 +68,6 @@ def command(scenario: str | None, run: str | None, nodes: int | None, policies: 
         _show(chosen, runs, output_format, target)
     except OSError as error:
         raise DynarlError(f"cannot write {target}: {error.strerror or error}") from error
-
-
-def _changes(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """`rollout.tp=2` as {"rollout": {"tp": 2}}; values are YAML."""
-    from dynarl.config import text
-
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        *above, last = key.split(".")
-        if not equals or not all([*above, last]):
-            raise click.UsageError(f"--set {pair!r}: write KEY=VALUE, as in gpus=128 or rollout.tp=2")
-        inner = found
-        for name in above:
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
-                raise click.UsageError(f"--set {pair!r}: {name} is {inner!r} by another --set")
-        inner[last] = text.values(text.parse(value, f"--set {key}", numbered=False))
-    return found
 
 
 def _simulate(

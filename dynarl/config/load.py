@@ -10,12 +10,10 @@ The cluster file holds the same sections as a job file. It is $DYNARL_CLUSTER (a
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import msgspec
 
 from dynarl.config import text, validate
 from dynarl.config.schema import Config, Section
+from dynarl.config.structs import leaves, nearest, plain, reason, shown, wants
 from dynarl.errors import ConfigError
 
 SITE_CLUSTERS = Path("/etc/dynarl/clusters.d")
@@ -111,26 +110,22 @@ def _read(path: Path) -> text.Mapping:
 
 def _mapping(node: text.Node, source: str) -> text.Mapping:
     if not isinstance(node, text.Mapping):
-        raise ConfigError(f"{source}: expected sections such as `run:` and `cluster:`, found {_shown(_plain(node))}")
+        raise ConfigError(f"{source}: expected sections such as `run:` and `cluster:`, found {shown(plain(node))}")
     return node
 
 
 def _override(option: str) -> text.Mapping:
     """`a.b=c` as a layer of its own; c is YAML."""
     path, equals, value = option.partition("=")
-    origin = f"--set {path}"
     if not equals or not re.fullmatch(r"\w+(\.[\w-]+)+", path):
         raise ConfigError(f"--set {option!r}: expected SECTION.KEY=VALUE, such as --set cluster.nodes=8")
-    node: text.Node = text.parse(value, origin, numbered=False) if value else text.Scalar("", "", origin)
-    for key in reversed(path.split(".")):
-        node = text.Mapping({key: node}, origin)
-    return typing.cast(text.Mapping, node)
+    return text.layer(path, value)
 
 
 def _build(layers: list[text.Mapping]) -> Loaded:
     faults: list[str] = []
     values: dict[str, Any] = {}
-    origins = {path: BUILT_IN for path in _leaves(Config)}
+    origins = {path: BUILT_IN for path in leaves(Config)}
     for layer in layers:
         _lay_over(values, layer, Config, "", origins, faults)
     if not faults:
@@ -151,78 +146,19 @@ def _lay_over(
     for key, node in layer.items.items():
         path = prefix + key
         if key not in known:
-            faults.append(f"{node.origin}: unknown key {path}{_nearest(key, prefix, known)}")
+            faults.append(f"{node.origin}: unknown key {path}{nearest(key, prefix, known, Config)}")
         elif isinstance(known[key], type) and issubclass(known[key], Section):
             if isinstance(node, text.Scalar) and node.value is None:
                 continue  # a section whose keys are all commented out
             if isinstance(node, text.Mapping):
                 _lay_over(values.setdefault(key, {}), node, known[key], path + ".", origins, faults)
             else:
-                faults.append(f"{node.origin}: {path} is a section with keys of its own, got {_shown(_plain(node))}")
+                faults.append(f"{node.origin}: {path} is a section with keys of its own, got {shown(plain(node))}")
         else:
-            value = _plain(node, _wants(known[key]))
+            value = plain(node, wants(known[key]))
             try:
                 msgspec.convert(value, known[key])
             except msgspec.ValidationError as error:
-                faults.append(f"{node.origin}: {path}: {_reason(error, known[key])}, got {_shown(value)}")
+                faults.append(f"{node.origin}: {path}: {reason(error, known[key])}, got {shown(value)}")
             else:
                 values[key], origins[path] = value, node.origin
-
-
-def _nearest(key: str, prefix: str, known: dict) -> str:
-    """What the writer may have meant: a key of this section, else the same key of another section."""
-    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
-        return f"; did you mean {prefix}{close[0]}?"
-    leaves = list(_leaves(Config))
-    if same := [leaf for leaf in leaves if leaf.rpartition(".")[2] == key]:
-        return f"; there is {' and '.join(same)}"
-    if close := difflib.get_close_matches(prefix + key, leaves, n=1, cutoff=0.6):
-        return f"; did you mean {close[0]}?"
-    return f"; known here: {', '.join(known)}"
-
-
-def _leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
-    for name, kind in typing.get_type_hints(section).items():
-        if isinstance(kind, type) and issubclass(kind, Section):
-            yield from _leaves(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _wants(kind: Any) -> str:
-    """Where a field takes text: "itself", in its "items", or "" for nowhere. There `30` means "30"."""
-    while typing.get_origin(kind) is typing.Annotated:
-        kind = typing.get_args(kind)[0]
-    if kind is str:
-        return "itself"
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        kinds = set(typing.get_args(kind)) - {type(None)}
-        return "itself" if kinds == {str} else ""
-    arguments = typing.get_args(kind)
-    return "items" if typing.get_origin(kind) in (list, dict) and arguments[-1] is str else ""
-
-
-def _plain(node: text.Node, wants: str = "") -> Any:
-    """A node as plain Python values."""
-    if isinstance(node, text.Mapping):
-        return {key: _plain(item, "itself" if wants == "items" else "") for key, item in node.items.items()}
-    if isinstance(node, text.Sequence):
-        return [_plain(item, "itself" if wants == "items" else "") for item in node.items]
-    return node.text if wants == "itself" and node.value is not None else node.value
-
-
-def _reason(error: msgspec.ValidationError, kind: Any) -> str:
-    """What was expected, and in which item; the value is added by the caller."""
-    while typing.get_origin(kind) is typing.Annotated:
-        kind = typing.get_args(kind)[0]
-    if typing.get_origin(kind) is typing.Literal:
-        return f"expected one of {', '.join(typing.get_args(kind))}"
-    reason, _, where = str(error).partition(" - at ")
-    inside = where.strip("`").removeprefix("$").replace("[...]", "its values")
-    reason = re.sub(r", got `[^`]*`$", "", reason).replace("`", "")
-    return (f"in {inside}: " if inside else "") + reason[0].lower() + reason[1:]
-
-
-def _shown(value: Any) -> str:
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

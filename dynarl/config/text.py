@@ -112,6 +112,42 @@ def values(node: Node) -> Any:
     return node.value
 
 
+def node(value: Any, origin: str) -> Node:
+    """Plain dicts, lists and values as nodes, all of one origin: the inverse of `values`."""
+    if isinstance(value, dict):
+        return Mapping({key: node(item, origin) for key, item in value.items()}, origin)
+    if isinstance(value, (list, tuple)):
+        return Sequence([node(item, origin) for item in value], origin)
+    return Scalar(value, str(value), origin)
+
+
+def layer(path: str, value: str) -> Mapping:
+    """A `--set PATH=VALUE`, the value in YAML, as what a file would say.
+
+    >>> values(layer("rollout.tp", "2"))
+    {'rollout': {'tp': 2}}
+    """
+    origin = f"--set {path}"
+    inner: Node = parse(value, origin, numbered=False) if value else Scalar("", "", origin)
+    for key in reversed(path.split(".")):
+        inner = Mapping({key: inner}, origin)
+    return inner
+
+
+def laid_over(below: Mapping, above: Mapping) -> Mapping:
+    """Key by key; lists are replaced whole.
+
+    >>> values(laid_over(parse("{a: {x: 1, y: 2}, b: 3}", "below"), parse("a: {x: 7}", "above")))
+    {'a': {'x': 7, 'y': 2}, 'b': 3}
+    """
+    merged = dict(below.items)
+    for key, value in above.items.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = laid_over(old, value) if both else value
+    return Mapping(merged, above.origin)
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes text that `parse` would read as something else."""
 

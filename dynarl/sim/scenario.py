@@ -12,13 +12,14 @@ which in other roles hold one replica to score with, or `training.tp / rollout.t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from dynarl.config import schema, text
+from dynarl.config import schema, structs, text
 from dynarl.errors import ConfigError
 from dynarl.perf.device import Efficiency
 from dynarl.perf.training import GRADIENT_BYTES
@@ -77,7 +78,7 @@ class PolicyOf(Section, kw_only=True):
     the loss is reduced over all replicas of the trainer in every micro-batch, a sequence here, so that each one takes as
     long as the longest of those that train at the time."""
 
-    policy: dict[str, Any]
+    policy: schema.Policy
     order: Literal["priority", "arrival"] = "priority"
     membership: Literal["fixed", "completion"] = "completion"
     max_queued: int = 0
@@ -175,13 +176,13 @@ class Scenario(Section, kw_only=True):
     def config(self, chosen: PolicyOf) -> schema.Config:
         """What a job of this kind would be configured with; a simulated device is a whole replica."""
         split = {role: getattr(self.placement, role) // self.width for role in ROLES}
-        engines, settings = self.width // self.rollout.tp, dict(chosen.policy)
+        engines, policy = self.width // self.rollout.tp, chosen.policy
         if chosen.per_engine is not None:
-            settings["threshold"] = chosen.per_engine * engines
+            policy = msgspec.structs.replace(policy, threshold=chosen.per_engine * engines)
         return schema.Config(
             cluster=schema.Cluster(nodes=self.nodes, devices_per_node=1),
             split=schema.Split(**split),
-            policy=_convert(settings, schema.Policy, f"{self.name}: policy"),
+            policy=policy,
             algorithm=schema.Algorithm(
                 workflow="agentic" if self.workload.tools else "grpo",
                 prompts_per_step=self.workload.prompts,
@@ -207,22 +208,29 @@ def scenario_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml"))
 
 
-def load_scenario(name: str, /, **changes: Any) -> Scenario:
-    """By name, or by the path of a file; changes: laid over it. Checked. Raises ConfigError."""
+def load_scenario(name: str, overrides: Iterable[str] = (), /, **changes: Any) -> Scenario:
+    """By name, or by the path of a file; overrides: `a.b=c` laid over it; changes: the same as values. Checked. Raises
+    ConfigError.
+    """
     if "/" in name or name.endswith(".yaml"):
         folder, file = Path(name).parent, Path(name).name
     elif name in scenario_names():
         folder, file = _folder(), f"{name}.yaml"
     else:
         raise ConfigError(f"scenario {name!r}: there are {', '.join(scenario_names())}; or give the path of a file")
-    values = _laid_over(_read(folder, file, ()), changes)
-    values.setdefault("name", file.removesuffix(".yaml"))
-    scenario = _convert(values, Scenario, f"scenario {name}")
+    found = _read(folder, file, ())
+    origin = found.origin
+    found = text.laid_over(found, text.node(changes, f"{name}, changed"))
+    for option in overrides:
+        path, _, value = option.partition("=")
+        found = text.laid_over(found, text.layer(path, value))
+    found.items.setdefault("name", text.node(file.removesuffix(".yaml"), file))
+    scenario = structs.convert(found._replace(origin=origin), Scenario)
     check(scenario)
     return scenario
 
 
-def _read(folder: Any, file: str, within: tuple[str, ...]) -> dict[str, Any]:
+def _read(folder: Any, file: str, within: tuple[str, ...]) -> text.Mapping:
     """A file over those that it extends, which are looked for beside the first one and in what comes with dynarl."""
     if file in within:
         raise ConfigError(f"{' extends '.join([*within, file])}: a circle")
@@ -232,35 +240,17 @@ def _read(folder: Any, file: str, within: tuple[str, ...]) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"no scenario file {folder / file}" + (f", which {within[-1]} extends" if within else ""))
     try:
-        values = text.values(text.parse(path.read_text(encoding="utf-8"), str(path)))
+        found = text.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys such as `model:` and `gpus:`, found {str(values)[:60]!r}")
-    below: dict[str, Any] = {}
-    extends = values.pop("extends", [])
-    for other in [extends] if isinstance(extends, str) else extends:
-        below = _laid_over(below, _read(folder, str(other), (*within, file)))
-    return _laid_over(below, values)
-
-
-def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """
-    >>> _laid_over({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"x": 7}})
-    {'a': {'x': 7, 'y': 2}, 'b': 3}
-    """
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = _laid_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
-
-
-def _convert(values: Any, kind: Any, what: str) -> Any:
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{what}: {error}") from None
+    if not isinstance(found, text.Mapping):
+        said = structs.shown(text.values(found))
+        raise ConfigError(f"{path}: expected keys such as `model:` and `gpus:`, found {said}")
+    below = text.Mapping({}, found.origin)
+    extends = text.values(found.items.pop("extends", text.Sequence([], found.origin)))
+    for other in extends if isinstance(extends, list) else [extends]:
+        below = text.laid_over(below, _read(folder, str(other), (*within, file)))
+    return text.laid_over(below, found)
 
 
 def _folder() -> Any:

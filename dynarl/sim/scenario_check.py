@@ -34,6 +34,8 @@ def _counts(s: Scenario) -> Iterator[str]:
     for name, policy in s.policies.items():
         if policy.max_queued < 0:
             yield f"policies.{name}.max_queued = {policy.max_queued} must not be below 0"
+        if policy.per_engine is not None and policy.per_engine < 1:
+            yield f"policies.{name}.per_engine = {policy.per_engine} must be at least 1"
 
 
 def _divisions(s: Scenario) -> Iterator[str]:
@@ -64,7 +66,7 @@ def _batches(s: Scenario) -> Iterator[str]:
     groups = s.workload.prompts
     if groups % s.minibatches:
         yield f"{groups} prompts / minibatches = {s.minibatches} leaves {groups % s.minibatches} over"
-    elif s.nodes > groups // s.minibatches and any(p.policy.get("shares") == "even" for p in s.policies.values()):
+    elif s.nodes > groups // s.minibatches and any(p.policy.shares == "even" for p in s.policies.values()):
         yield (
             f"{s.nodes} replicas of the trainer, but a minibatch has {groups} / {s.minibatches} = "
             f"{groups // s.minibatches} groups: even shares leave some without"
@@ -109,8 +111,3 @@ def _numbers(s: Scenario) -> Iterator[str]:
             yield f"errors.{name} = {factor:g} is a factor, above 0"
     if not 1 <= s.measured <= s.iterations:
         yield f"measured = {s.measured} of iterations = {s.iterations}: at least 1, and not more than there are"
-    for name, policy in s.policies.items():
-        try:
-            s.config(policy)
-        except ConfigError as error:
-            yield f"policies.{name}: {error}"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
 from dynarl.perf.rollout import StepModel
@@ -48,8 +50,7 @@ class Times:
     restart_s: float = 30.0
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker of this role on this node dies so many seconds after the start of an iteration."""
 
     iteration: int

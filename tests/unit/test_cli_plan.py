@@ -93,11 +93,13 @@ def test_settings_can_be_changed():
         ("wrong=1", "wrong"),
         ("kv_fraction=0.01", "rollout"),
         ("lengths.sigma=1e9", "sigma = 1e+09 must be at most 10"),
-        ("kv_fraction=2", "<= 1.0 - at `$.kv_fraction`"),
-        ("residue_gb=-5", ">= 0.0 - at `$.residue_gb`"),
-        ("rollout_tp=[]", "length >= 1 - at `$.rollout_tp`"),
-        ("max_running_shared=-1", ">= 1 - at `$.max_running_shared`"),
-        ("devices_per_node=0", ">= 1 - at `$.devices_per_node`"),
+        ("kv_fraction=2", "kv_fraction: expected float <= 1.0, got 2"),
+        ("residue_gb=-5", "residue_gb: expected float >= 0.0, got -5"),
+        ("rollout_tp=[]", "rollout_tp: expected array of length >= 1, got []"),
+        ("max_running_shared=-1", "max_running_shared: expected int >= 1, got -1"),
+        ("devices_per_node=0", "--set devices_per_node: devices_per_node: expected int >= 1, got 0"),
+        ("lengths.medain=3", "--set lengths.medain: unknown key lengths.medain; did you mean lengths.median?"),
+        ("loop.rounds=2", "--set loop.rounds: loop.members is missing"),
         ("minibatches=1000", "minibatches = 1000 of groups = 512"),
     ],
 )
@@ -116,6 +118,13 @@ def test_a_file_that_is_not_there_or_says_nothing_is_refused(tmp_path):
     run(tmp_path / "none.yaml", code=3)
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "expected keys" in run(tmp_path / "list.yaml", code=3)
+
+
+def test_faults_of_a_file_have_its_lines(tmp_path):
+    (tmp_path / "mine.yaml").write_text("devices: 8\ngroups: many\nseen:\n  rollout: {seconds: 3, device: 2}\n")
+    said = run(tmp_path / "mine.yaml", code=3)
+    assert "mine.yaml:2: groups: expected int, got 'many'" in said
+    assert "mine.yaml:4: unknown key seen.rollout.device; did you mean seen.rollout.devices?" in said
 
 
 def test_a_jobs_plan_is_written_as_a_job_that_loads(tmp_path):

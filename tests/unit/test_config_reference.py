@@ -2,8 +2,8 @@ import typing
 from pathlib import Path
 
 from dynarl.config import reference
-from dynarl.config.load import _leaves
 from dynarl.config.schema import Config
+from dynarl.config.structs import leaves
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -14,7 +14,7 @@ def test_the_page_in_docs_is_that_of_the_schema():
 
 def test_every_setting_is_there_with_a_meaning():
     rows = [line for line in reference.rendered().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(list(_leaves(Config)))
+    assert len(rows) == len(list(leaves(Config)))
     assert [row for row in rows if row.rstrip(" |").count("|") < 4] == []
 
 

@@ -106,15 +106,18 @@ def test_slower_hardware_takes_longer():
         ({"training": {"step_s": -1.0}}, "training.step_s = -1 must be a finite number of seconds"),
         ({"errors": {"moves": 0.0}}, "errors.moves = 0 is a factor, above 0"),
         ({"iterations": 2, "measured": 3}, "measured = 3 of iterations = 2"),
-        ({"gpu": 16}, "unknown field `gpu`"),
+        ({"gpu": 16}, r"unknown key gpu; did you mean gpus\?"),
         ({"minibatches": 0}, "minibatches = 0 must be at least 1"),
         ({"training": {"tp": 0}}, "training.tp = 0 must be at least 1"),
         ({"rollout": {"max_running": -3}}, "rollout.max_running = -3 must be at least 1"),
         ({"rollout": {"step_overhead_s": 0.0}}, "rollout.step_overhead_s = 0 must be a finite number"),
         ({"tools_at_once": 0}, "tools_at_once = 0 must be at least 1"),
         ({"policies": {"static": {"max_queued": -5}}}, "policies.static.max_queued = -5 must not be below 0"),
-        ({"failures": [{"at_s": 1.0}]}, "missing required field `iteration`.*failures"),
-        ({"policies": {"static": {"policy": {"name": "greedy"}}}}, "policy.*greedy"),
+        ({"failures": [{"at_s": 1.0}]}, r"failures\[0\].iteration is missing"),
+        ({"policies": {"static": {"policy": {"name": "greedy"}}}}, "policies.static.policy.name: expected one of .*'greedy'"),
+        ({"policies": {"static": {"per_engine": 0}}}, "policies.static.per_engine = 0 must be at least 1"),
+        ({"moves": {"join_s": {"rolout": 1.0}}}, "unknown key moves.join_s.rolout"),
+        ({"rollout": 3}, "rollout is a section with keys of its own, got 3"),
         ({"model": "gpt5"}, "model 'gpt5': there are"),
         ({"device": "b9000"}, "device 'b9000': there are"),
     ],
@@ -149,3 +152,20 @@ def test_a_file_of_ones_own_lies_over_those_that_come_with_dynarl(tmp_path):
     assert mine.rollout.max_running == 32 and mine.rollout.tp == theirs.rollout.tp
     with pytest.raises(ConfigError, match="there are dynarl-1.5b-128-agentic, "):
         load_scenario("no-such")
+
+
+def test_faults_of_a_file_have_its_lines_and_the_nearest_keys(tmp_path):
+    (tmp_path / "below.yaml").write_text("extends: dynarl-7b-64-math.yaml\nrollout:\n  tp: two\n")
+    (tmp_path / "mine.yaml").write_text(
+        "extends: below.yaml\nworkload:\n  response:\n    medain: 3\n    sigma: -1\npolicies:\n"
+        "  static:\n    policy: {treshold: 4}\n  own: {order: arrival}\n"
+    )
+    with pytest.raises(ConfigError) as told:
+        load_scenario(str(tmp_path / "mine.yaml"), ["minibatchs=2"])
+    assert sorted(str(told.value).splitlines()) == sorted([
+        f"{tmp_path}/below.yaml:3: rollout.tp: expected int, got 'two'",
+        f"{tmp_path}/mine.yaml:4: unknown key workload.response.medain; did you mean workload.response.median?",
+        f"{tmp_path}/mine.yaml:8: unknown key policies.static.policy.treshold; did you mean policies.static.policy.threshold?",
+        f"{tmp_path}/mine.yaml:9: policies.own.policy is missing",
+        "--set minibatchs: unknown key minibatchs; did you mean minibatches?",
+    ])  # fmt: skip

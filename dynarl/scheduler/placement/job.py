@@ -40,40 +40,34 @@ DEVICES = {"cuda": "h100", "cpu": "cpu-core"}
 ROLES = ("rollout", "inference", "training")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A file's values. Raises ConfigError."""
+def read(path: Path) -> text.Mapping:
+    """A file's values, with their lines. Raises ConfigError."""
     try:
-        parsed = text.values(text.parse(path.read_text(encoding="utf-8"), str(path)))
+        parsed = text.parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise ConfigError(f"no configuration file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    if not isinstance(parsed, dict):
+    if not isinstance(parsed, text.Mapping):
         raise ConfigError(f"{path}: expected keys such as `devices:` (a plan) or sections such as `cluster:` (a job)")
     return parsed
 
 
-def is_plan_file(data: dict[str, Any]) -> bool:
+def is_plan_file(data: text.Mapping) -> bool:
     """Whether it is a plan file rather than a job's configuration; those have sections."""
-    return "devices" in data or not set(data) & set(Config.__struct_fields__) - {"model"}
+    keys = set(data.items)
+    return "devices" in keys or not keys & set(Config.__struct_fields__) - {"model"}
 
 
-def overridden(data: dict[str, Any], options: Sequence[str]) -> dict[str, Any]:
+def overridden(data: text.Mapping, options: Sequence[str]) -> text.Mapping:
     """Values of a plan file with `a.b=c` options laid over them; c is YAML. Raises ConfigError."""
+    origin = data.origin
     for option in options:
         path, equals, value = option.partition("=")
-        if not equals or not path:
+        if not equals or not all(path.split(".")):
             raise ConfigError(f"--set {option!r}: expected KEY=VALUE, such as --set devices=128")
-        at = data = {**data}
-        *ahead, last = path.split(".")
-        for key in ahead:
-            inner = at.get(key)
-            if not isinstance(inner, dict):
-                raise ConfigError(f"--set {option!r}: {key} has no keys of its own in this file")
-            at[key] = {**inner}
-            at = at[key]
-        at[last] = text.values(text.parse(value, f"--set {path}", numbered=False))
-    return data
+        data = text.laid_over(data, text.layer(path, value))
+    return data._replace(origin=origin)
 
 
 def problem(

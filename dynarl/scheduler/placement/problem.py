@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from dynarl.config import structs, text
 from dynarl.errors import ConfigError
 from dynarl.hypergraph import workflow
 from dynarl.hypergraph.workflow import Workflow
@@ -120,12 +121,9 @@ class Posed:
     model: ModelCost | None
 
 
-def parse(data: Any, source: str) -> Problem:
-    """Raises ConfigError that quotes what is wrong."""
-    try:
-        return msgspec.convert(data, Problem)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{source}: {error}") from None
+def parse(data: text.Node | dict[str, Any], source: str) -> Problem:
+    """Raises ConfigError that quotes what is wrong. source: where plain values are from."""
+    return structs.convert(text.node(data, source) if isinstance(data, dict) else data, Problem)
 
 
 def pose(problem: Problem, model: ModelCost | None = None, device: Device | None = None, mode: Mode = "any") -> Posed:
