@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 import typing
@@ -18,7 +19,7 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def convert(node: text.Node, kind: type[Struct]) -> Struct:
-    """Raises ConfigError with every fault found, one per line.
+    """Raises ConfigError with every fault found, one per line. A number must be finite, unless its default is infinite.
 
     >>> class Job(msgspec.Struct):
     ...     nodes: int
@@ -41,7 +42,7 @@ class _Checker:
     def __init__(self, root: type[msgspec.Struct], faults: list[str]):
         self._root, self._faults = root, faults
 
-    def value(self, node: text.Node, kind: Any, path: str) -> Any:
+    def value(self, node: text.Node, kind: Any, path: str, finite: bool = True) -> Any:
         bare = _bare(kind)
         struct, is_null = struct_of(bare), isinstance(node, text.Scalar) and node.value is None
         if struct is not None and not (is_null and bare is not struct):
@@ -52,7 +53,7 @@ class _Checker:
             return {key: self._entry(item, key, arguments[1], keys, path) for key, item in node.items.items()}
         if origin is list and struct_of(arguments[0]) is not None and isinstance(node, text.Sequence):
             return [self.value(item, arguments[0], f"{path}[{index}]") for index, item in enumerate(node.items)]
-        return self._leaf(node, kind, path)
+        return self._leaf(node, kind, path, finite)
 
     def _entry(self, node: text.Node, key: str, kind: Any, keys: Iterable[str], path: str) -> Any:
         if keys and key not in keys:
@@ -66,15 +67,15 @@ class _Checker:
             self._faults.append(f"{node.origin}: {what}, got {shown(plain(node))}")
             return None
         known, prefix = typing.get_type_hints(kind, include_extras=True), f"{path}." if path else ""
+        fields = {field.name: field for field in msgspec.structs.fields(kind)}
         values = {}
         for key, item in node.items.items():
             if key in known:
-                values[key] = self.value(item, known[key], prefix + key)
+                values[key] = self.value(item, known[key], prefix + key, fields[key].default != math.inf)
             else:
                 self._faults.append(f"{item.origin}: unknown key {prefix}{key}{nearest(key, prefix, known, self._root)}")
-        for field in msgspec.structs.fields(kind):
-            if field.required and field.name not in node.items:
-                self._faults.append(f"{node.origin}: {prefix}{field.name} is missing")
+        missing = [name for name, field in fields.items() if field.required and name not in node.items]
+        self._faults += [f"{node.origin}: {prefix}{name} is missing" for name in missing]
         if len(self._faults) == before:
             try:
                 msgspec.convert(values, kind)
@@ -82,13 +83,27 @@ class _Checker:
                 self._faults.append(f"{node.origin}: {at}{reason(error, kind)}")
         return values
 
-    def _leaf(self, node: text.Node, kind: Any, path: str) -> Any:
+    def _leaf(self, node: text.Node, kind: Any, path: str, finite: bool) -> Any:
         value = plain(node, wants(kind))
+        if (odd := list(_infinite(value))) and (finite or any(map(math.isnan, odd))):
+            self._faults.append(f"{node.origin}: {path}: expected a finite number, got {shown(value)}")
+            return value
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
             self._faults.append(f"{node.origin}: {path}: {reason(error, kind)}, got {shown(value)}")
         return value
+
+
+def _infinite(value: Any) -> Iterator[float]:
+    """The numbers in a value that are not finite."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _infinite(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield value
 
 
 def struct_of(kind: Any) -> type[msgspec.Struct] | None:

@@ -34,12 +34,17 @@ import numpy as np
 from dynarl.errors import ConfigError
 
 NS_PER_S = 10**9
+# A tool call of thirty years; times are whole nanoseconds in 64 bits.
+MOST_S = 1e9
 
 
 def _at_least(section: msgspec.Struct, **least: float) -> None:
-    for name, bound in least.items():
-        if getattr(section, name) < bound:
-            raise ValueError(f"{name} = {getattr(section, name):g} must be at least {bound}")
+    """Numbers are finite, and these not below their bounds. Raises ValueError."""
+    for name, value in msgspec.structs.asdict(section).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} = {value:g} must be a finite number")
+        if name in least and value < least[name]:
+            raise ValueError(f"{name} = {value:g} must be at least {least[name]}")
 
 
 class Turn(NamedTuple):
@@ -140,6 +145,8 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         _at_least(self, mean_calls=0, most_calls=0, median_s=0, sigma=0, most_s=0)
+        if self.most_s > MOST_S:
+            raise ValueError(f"most_s = {self.most_s:g} must be at most {MOST_S:g}")
         if self.later_turn_share <= 0:
             raise ValueError(f"later_turn_share = {self.later_turn_share:g} must be above 0")
 
@@ -331,7 +338,9 @@ _LN2 = 0.6931471805599453
 
 
 def exp(x: np.ndarray) -> np.ndarray:
-    """e ** x to about 1e-15, from sums and products alone: x = k ln 2 + r, and Taylor's series of r."""
+    """e ** x to about 1e-15, from sums and products alone: x = k ln 2 + r, and Taylor's series of r. Beyond 600, where
+    e ** x is more than anything that is counted here, x is taken to be 600."""
+    x = np.clip(x, -600.0, 600.0)
     k = np.rint(x / _LN2)
     r = x - k * _LN2
     result = np.ones_like(r)

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from dynarl.cli.main import main
 from dynarl.config import load
 from dynarl.scheduler.placement import job
 from dynarl.scheduler.placement.plan import Alone, InTurn, SideBySide
-from dynarl.scheduler.placement.problem import pose
+from dynarl.scheduler.placement.problem import parse, pose
 
 ROOT = Path(__file__).parents[2]
 PLANS, JOBS = ROOT / "configs" / "plans", ROOT / "configs" / "jobs"
@@ -100,6 +101,9 @@ def test_settings_can_be_changed():
         ("devices_per_node=0", "--set devices_per_node: devices_per_node: expected int >= 1, got 0"),
         ("lengths.medain=3", "--set lengths.medain: unknown key lengths.medain; did you mean lengths.median?"),
         ("loop.rounds=2", "--set loop.rounds: loop.members is missing"),
+        ("residue_gb=.nan", "residue_gb: expected a finite number, got nan"),
+        ("lengths.sigma=.inf", "lengths.sigma: expected a finite number, got inf"),
+        ("loop={rounds: 2, members: {a: {fixed_s: 1, item_s: 1, most: .nan}}}", "most: expected a finite number"),
         ("minibatches=1000", "minibatches = 1000 of groups = 512"),
     ],
 )
@@ -118,6 +122,11 @@ def test_a_file_that_is_not_there_or_says_nothing_is_refused(tmp_path):
     run(tmp_path / "none.yaml", code=3)
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "expected keys" in run(tmp_path / "list.yaml", code=3)
+
+
+def test_what_has_no_bound_may_be_infinite():
+    loop = {"rounds": 2, "members": {"a": {"fixed_s": 1, "item_s": 1, "most": math.inf}}}
+    assert parse({"devices": 8, "groups": 8, "loop": loop}, "x").loop.members["a"].most == math.inf
 
 
 def test_faults_of_a_file_have_its_lines(tmp_path):

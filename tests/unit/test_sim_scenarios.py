@@ -1,3 +1,4 @@
+import math
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from published_figures import published
 from dynarl.errors import ConfigError
 from dynarl.sim.run import simulate
 from dynarl.sim.scenario import Scenario, load_scenario, scenario_names
+from dynarl.sim.workload import Lengths, Tools
 
 POLICIES = ["static", "dynamic-published", "priority-published", "dynarl"]
 # Of 7B on 16 GPUs, small enough for tests: 4 nodes of a trainer's replica or two engines.
@@ -103,14 +105,14 @@ def test_slower_hardware_takes_longer():
         ({"model": "qwen2.5-72b"}, "rollout of qwen2.5-72b.*weights 145.4 GB / 2 = 72.7 GB per device > 0.55 x"),
         ({"model": "qwen2.5-32b", "rollout": {"memory_fraction": 0.9}}, "training of qwen2.5-32b.*GB per device >"),
         ({"rollout": {"memory_fraction": 0.092}}, "are .* tokens, but an engine of 2 GPUs holds"),
-        ({"training": {"step_s": -1.0}}, "training.step_s = -1 must be a finite number of seconds"),
+        ({"training": {"step_s": -1.0}}, "training.step_s = -1 must be 0 seconds or more"),
         ({"errors": {"moves": 0.0}}, "errors.moves = 0 is a factor, above 0"),
         ({"iterations": 2, "measured": 3}, "measured = 3 of iterations = 2"),
         ({"gpu": 16}, r"unknown key gpu; did you mean gpus\?"),
         ({"minibatches": 0}, "minibatches = 0 must be at least 1"),
         ({"training": {"tp": 0}}, "training.tp = 0 must be at least 1"),
         ({"rollout": {"max_running": -3}}, "rollout.max_running = -3 must be at least 1"),
-        ({"rollout": {"step_overhead_s": 0.0}}, "rollout.step_overhead_s = 0 must be a finite number"),
+        ({"rollout": {"step_overhead_s": 0.0}}, "rollout.step_overhead_s = 0 must be above 0"),
         ({"tools_at_once": 0}, "tools_at_once = 0 must be at least 1"),
         ({"policies": {"static": {"max_queued": -5}}}, "policies.static.max_queued = -5 must not be below 0"),
         ({"failures": [{"at_s": 1.0}]}, r"failures\[0\].iteration is missing"),
@@ -129,6 +131,27 @@ def test_what_cannot_be_is_told_with_the_arithmetic(changes, text):
     }
     with pytest.raises(ConfigError, match=text):
         small(**values)
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
+@pytest.mark.parametrize(
+    "key",
+    ["workload.response.sigma", "workload.response.median", "workload.response.drift", "workload.response.tail_alpha",
+     "workload.tools.median_s", "workload.tools.most_s", "workload.tools.later_turn_share", "workload.tools.mean_calls",
+     "rollout.memory_fraction", "rollout.efficiency.memory", "rollout.step_overhead_s", "moves.join_s.rollout", "moves.sync_s",
+     "errors.moves", "decision_s", "policies.static.policy.dwell_s"],
+)  # fmt: skip
+def test_numbers_are_finite(key, number):
+    with pytest.raises(ConfigError, match=rf"--set {key}: {key}: expected a finite number, got"):
+        load_scenario("dynarl-7b-64-agentic", [f"{key}={number}"])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_law_is_of_finite_numbers(wrong):
+    for law in (lambda: Lengths(median=wrong, cap=1), lambda: Lengths(median=1, cap=1, tail_alpha=wrong),
+                lambda: Tools(mean_calls=1, most_calls=1, median_s=wrong)):  # fmt: skip
+        with pytest.raises(ValueError, match="must be a finite number"):
+            law()
 
 
 def test_a_device_without_bandwidth_is_refused(tmp_path):

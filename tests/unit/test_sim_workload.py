@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynarl.errors import ConfigError
-from dynarl.sim.workload import Lengths, Random, SimRequest, Tools, Turn, Workload, exp, log
+from dynarl.sim.workload import NS_PER_S, Lengths, Random, SimRequest, Tools, Turn, Workload, exp, log
 
 MATH = Workload(
     prompts=256,
@@ -178,3 +178,13 @@ def test_a_law_that_makes_no_sense_is_refused(law, text):
 def test_a_workload_needs_laws_or_a_trace():
     with pytest.raises(ValueError, match="or a `trace`"):
         Workload(prompts=1, group_size=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_laws_beyond_all_measure_end_at_their_caps():
+    wide = Lengths(median=10, sigma=1e300, tail_share=0.5, tail_alpha=1e-300, cap=500)
+    assert set(wide.draw(Random(1, 1), 8, 8, 1).ravel().tolist()) == {1, 500}
+    tools = Tools(mean_calls=1, most_calls=1, median_s=1, sigma=1e300, most_s=7.0)
+    assert set(tools.durations_ns(Random(1, 1), 64).tolist()) == {0, 7 * NS_PER_S}
+    with pytest.raises(ValueError, match=r"most_s = 1e\+300 must be at most"):
+        Tools(mean_calls=1, most_calls=1, median_s=1, most_s=1e300)
