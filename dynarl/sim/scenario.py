@@ -137,6 +137,12 @@ class Scenario(Section, kw_only=True):
         return self.gpus // self.width
 
     @property
+    def homes(self) -> dict[str, str]:
+        """{node: home role}"""
+        roles = [role for role in ("training", "rollout", "inference") for _ in range(getattr(self.placement, role) // self.width)]
+        return {f"n{index:0{len(str(self.nodes))}}": role for index, role in enumerate(roles)}
+
+    @property
     def prompt_tokens(self) -> int:
         return self.workload.prompt.cap if self.workload.prompt else schema.Algorithm().max_prompt_tokens
 
@@ -155,10 +161,9 @@ class Scenario(Section, kw_only=True):
             raise ConfigError(f"{self.name} has no policy {policy!r}; it has {', '.join(self.policies)}")
         chosen, costs = self.policies[policy], Costs(self)
         config = self.config(chosen)
-        homes = [role for role in ("training", "rollout", "inference") for _ in range(getattr(self.placement, role) // self.width)]
         return World(
             config=config,
-            homes={f"n{index:0{len(str(self.nodes))}}": role for index, role in enumerate(homes)},
+            homes=self.homes,
             gpus_per_device=self.width,
             engines_per_device=self.width // self.rollout.tp,
             step=costs.step,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check(scenario: Scenario) -> None:
     """Raise ConfigError with every fault found, one per line, each with its arithmetic."""
     faults = [*_counts(scenario)] or [*_divisions(scenario)] or [
-        *_batches(scenario), *_memory(scenario), *_numbers(scenario)]
+        *_batches(scenario), *_memory(scenario), *_numbers(scenario), *_failures(scenario)]
     if faults:
         raise ConfigError("\n".join(f"{scenario.name}: {fault}" for fault in faults))
 
@@ -110,3 +110,12 @@ def _numbers(s: Scenario) -> Iterator[str]:
             yield f"errors.{name} = {factor:g} is a factor, above 0"
     if not 1 <= s.measured <= s.iterations:
         yield f"measured = {s.measured} of iterations = {s.iterations}: at least 1, and not more than there are"
+
+
+def _failures(s: Scenario) -> Iterator[str]:
+    nodes = list(s.homes)
+    for index, failure in enumerate(s.failures):
+        if failure.node not in nodes:
+            yield f"failures[{index}].node = {failure.node!r} is none of the {len(nodes)} nodes, {nodes[0]} to {nodes[-1]}"
+        if failure.iteration > s.iterations:
+            yield f"failures[{index}].iteration = {failure.iteration}: there are iterations = {s.iterations}"

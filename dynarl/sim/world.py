@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from dynarl.config.schema import Config
 from dynarl.errors import ConfigError
@@ -53,10 +54,10 @@ class Times:
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker of this role on this node dies so many seconds after the start of an iteration."""
 
-    iteration: int
-    at_s: float
+    iteration: Annotated[int, Meta(ge=1)]
+    at_s: Annotated[float, Meta(ge=0)]
     node: str
-    role: str
+    role: Literal["rollout", "inference", "training"]
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,10 @@ def test_slower_hardware_takes_longer():
         assert simulate(small(errors={part: 1.5}), "static", 1)["makespan_s"] > base
 
 
+def fails(**changes) -> dict:
+    return {"failures": [{"iteration": 1, "at_s": 1.0, "node": "n3", "role": "rollout"} | changes]}
+
+
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -116,6 +120,11 @@ def test_slower_hardware_takes_longer():
         ({"tools_at_once": 0}, "tools_at_once = 0 must be at least 1"),
         ({"policies": {"static": {"max_queued": -5}}}, "policies.static.max_queued = -5 must not be below 0"),
         ({"failures": [{"at_s": 1.0}]}, r"failures\[0\].iteration is missing"),
+        (fails(at_s=-1), r"failures\[0\].at_s: expected float >= 0.0, got -1"),
+        (fails(iteration=0), r"failures\[0\].iteration: expected int >= 1, got 0"),
+        (fails(iteration=2), r"failures\[0\].iteration = 2: there are iterations = 1"),
+        (fails(role="foo"), r"failures\[0\].role: expected one of rollout, inference, training, got 'foo'"),
+        (fails(node="n01"), r"failures\[0\].node = 'n01' is none of the 4 nodes, n0 to n3"),
         ({"policies": {"static": {"policy": {"name": "greedy"}}}}, "policies.static.policy.name: expected one of .*'greedy'"),
         ({"policies": {"static": {"per_engine": 0}}}, "policies.static.per_engine = 0 must be at least 1"),
         ({"moves": {"join_s": {"rolout": 1.0}}}, "unknown key moves.join_s.rolout"),
