@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command("plan", cls=output.Command)
 @click.argument("config_file", metavar="CONFIG", type=click.Path(path_type=Path))
-@click.option("--cluster", metavar="NAME", help="The cluster's configuration, as $DYNARL_CLUSTER names it.")
+@click.option("--cluster", metavar="NAME", help="Of a job: the cluster's configuration, as $DYNARL_CLUSTER names it.")
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a setting of CONFIG. May be repeated."
 )
@@ -42,11 +42,9 @@ def command(
 
     Nothing is started. Times are predictions from what devices and models are known to do (docs/planning.md).
     """
-    if cluster:
-        os.environ["DYNARL_CLUSTER"] = cluster
     from dynarl.scheduler.placement import job, summary
 
-    problem, model, config, notes = _problem(config_file, overrides, device, lengths)
+    problem, model, config, notes = _problem(config_file, cluster, overrides, device, lengths)
     planned = summary.plan(problem, model)
     told = summary.as_json(planned, more=not no_more)
     told["notes"] = notes
@@ -63,7 +61,7 @@ def command(
 
 
 def _problem(
-    path: Path, overrides: tuple[str, ...], device: str | None, lengths: str | None
+    path: Path, cluster: str | None, overrides: tuple[str, ...], device: str | None, lengths: str | None
 ) -> tuple[Problem, Any, Any, list[str]]:
     """The problem, a job's model and configuration, and what was assumed."""
     from dynarl.config import text
@@ -71,9 +69,13 @@ def _problem(
 
     data = job.read(path)
     if not job.is_plan_file(data):
+        if cluster:
+            os.environ["DYNARL_CLUSTER"] = cluster
         return job.problem(path, overrides, device, lengths)
     if lengths:
         raise ConfigError(f"--lengths is for a job's configuration; {path} says its lengths itself")
+    if cluster:
+        raise ConfigError(f"--cluster is for a job's configuration; {path} names its device itself, or --device does")
     data = job.overridden(data, overrides)
     if device:
         data.items["device"] = text.node(device, "--device")

@@ -136,6 +136,12 @@ def test_faults_of_a_file_have_its_lines(tmp_path):
     assert "mine.yaml:4: unknown key seen.rollout.device; did you mean seen.rollout.devices?" in said
 
 
+def test_options_for_jobs_are_refused_with_a_plan_file():
+    for option in (("--cluster", "nope"), ("--lengths", "median=3")):
+        assert f"{option[0]} is for a job's configuration" in run(PLANS / "grpo-7b-math.yaml", *option, code=3)
+    assert "DYNARL_CLUSTER=nope" in run(JOB, "--cluster", "nope", code=3)
+
+
 def test_a_jobs_plan_is_written_as_a_job_that_loads(tmp_path):
     told = plan(JOB, "--no-more", "--write", tmp_path / "planned.yaml")
     config = load.load(tmp_path / "planned.yaml")
