@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from dynarl.controller.leases import ReplicaTorn
 from dynarl.wire import CallError
@@ -57,7 +58,7 @@ class Background:
         self._error: BaseException | None = None
         self.is_given_up = False
 
-    def spawn(self, work: Awaitable[Any], undo: Callable[[], None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any], undo: Callable[[], None]) -> None:
         """Run a hand-out. A worker that died is reported by its own event; any other failure ends the job."""
 
         async def guarded() -> None:
@@ -71,9 +72,13 @@ class Background:
                 undo()
                 self.bell.ring()
 
+        def finished(task: asyncio.Task) -> None:
+            work.close()  # one that was given up before it began; to any other this does nothing
+            self._finished(task)
+
         task = asyncio.ensure_future(guarded())
         self.tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(finished)
 
     def _finished(self, task: asyncio.Task) -> None:
         self.tasks.discard(task)

@@ -146,9 +146,11 @@ class RoleChanges:
                     if not outcome.committed:
                         # One that is refused takes no time, and the next look would want the same.
                         await asyncio.sleep(RETRY_PAUSE_S)
-        except BaseException as error:
+        except asyncio.CancelledError as error:
             self._background.fail(error)
             raise
+        except Exception as error:
+            self._background.fail(error)  # which raises it in the iteration; nobody waits for this task
         finally:
             self.count_node_seconds()
             self._hand_outs.leaving -= set(moves)

@@ -2,6 +2,7 @@
 every sample of the step, once."""
 
 import asyncio
+import gc
 import time
 from collections import Counter
 
@@ -13,6 +14,7 @@ from dynarl import wire
 from dynarl.config.schema import Algorithm, Config, Dataflow, Policy, Rollout
 from dynarl.controller import requests, router
 from dynarl.controller.epochs import Epochs, Outcome, Weights
+from dynarl.controller.fleet import StepLost
 from dynarl.controller.iteration import Iteration
 from dynarl.controller.telemetry import Monitor
 from dynarl.dataflow import speeds
@@ -510,6 +512,26 @@ def test_of_an_iteration_that_is_given_up_no_further_change_of_roles_begins(tmp_
         assert seen == [{"n1": "training"}]
         for task in [*cluster.tasks]:
             task.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(go())
+
+
+def test_a_change_that_fails_is_raised_in_the_iteration_and_nowhere_else(tmp_path):
+    async def go():
+        iteration, _ = bare(homes(2, 1, 1), ["1:0:0"], tmp_path)
+        told = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+
+        async def change(*_):
+            raise StepLost("gone")
+
+        iteration._epochs.change = change
+        iteration.role_changes.begin({"n1": "training"})
+        with pytest.raises(StepLost):
+            await iteration._until(lambda: False, Minibatch(0))
+        gc.collect()
+        assert told == []
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(go())

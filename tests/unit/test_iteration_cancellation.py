@@ -1,6 +1,7 @@
 """Ending an iteration at the very moment at which something happens in it."""
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,19 @@ def test_a_step_that_fails_says_so_itself_and_what_was_handed_out_meanwhile_is_g
 
     _, raised, _ = stepping(iteration, hand_out, error)
     assert raised is error and [task.cancelled() for task in held] == [True]
+
+
+def test_what_is_given_up_before_it_has_begun_leaves_nothing_behind(recwarn):
+    async def go():
+        background = Background(Bell())
+        background.spawn(asyncio.sleep(3600), lambda: None)
+        background.give_up()
+        await asyncio.wait(background.tasks)
+        assert not background.tasks
+
+    asyncio.run(go())
+    gc.collect()
+    assert not [str(each.message) for each in recwarn], "an unraisable warning of a coroutine that was never awaited"
 
 
 def test_an_error_is_not_lost_where_what_was_waited_for_is_there_at_the_same_time():
