@@ -33,11 +33,18 @@ def _end_line(fd: int) -> None:
         os.write(fd, b"\n")
 
 
+def _write(fd: int, line: bytes, path: Path) -> None:
+    """One write, so that a reader on the same host sees all of it or nothing. Raises OSError where it falls short."""
+    if (written := os.write(fd, line)) != len(line):
+        raise OSError(f"{path}: only {written} of {len(line)} bytes were written (file system full?)")
+
+
 class MetricsWriter:
     """Appends to the metrics of a run. `resume_step`: the step that this start of the controller logs first."""
 
     def __init__(self, run: Path, resume_step: int | None = None):
-        self._fd = os.open(rundir.metrics(run), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path = rundir.metrics(run)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _end_line(self._fd)
         self._board = _open_board(rundir.tensorboard(run), resume_step)
         self._trace, self._older_trace = rundir.trace(run), rundir.older_trace(run)
@@ -47,7 +54,7 @@ class MetricsWriter:
         fd = os.open(self._trace, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _end_line(fd)
-            os.write(fd, line)
+            _write(fd, line, self._trace)
             if os.fstat(fd).st_size >= TRACE_BYTES:
                 os.replace(self._trace, self._older_trace)
         finally:
@@ -57,7 +64,7 @@ class MetricsWriter:
         """Write scalars of one step. Values that are not finite become null in the JSON."""
         now = time.time()
         line = msgspec.json.encode({"step": step, "t": now, "data": {name: float(v) for name, v in data.items()}})
-        os.write(self._fd, line + b"\n")
+        _write(self._fd, line + b"\n", self._path)
         if self._board:
             self._board.log(step, now, data)
 

@@ -1,5 +1,6 @@
 import builtins
 import logging
+import os
 import subprocess
 import sys
 
@@ -111,6 +112,15 @@ def test_a_trace_that_is_full_makes_room_for_newer_iterations(run, monkeypatch):
         kept = [each.iteration for each in calibrate.read(run)]
         assert kept == list(range(kept[0], iteration + 1)) and 3 <= len(kept) + 3 - min(iteration, 3) <= 6
         assert rundir.trace(run).exists() + rundir.older_trace(run).exists() <= 2
+    writer.close()
+
+
+@pytest.mark.parametrize("write", [lambda writer: writer.trace(b'{"iteration":1}\n'), lambda writer: writer.log(1, {"loss": 1.0})])
+def test_a_line_that_does_not_fit_the_disk_is_an_error(run, monkeypatch, write):
+    writer, whole = MetricsWriter(run), os.write
+    monkeypatch.setattr("os.write", lambda fd, data: whole(fd, data[:5]))
+    with pytest.raises(OSError, match=r"\.jsonl: only 5 of \d+ bytes were written"):
+        write(writer)
     writer.close()
 
 
