@@ -44,7 +44,6 @@ def command(
 
     path = rundir.resolve(run)
     found = sources(path, attempt, role, node)
-    # What Slurm's output has is of the newest start, whatever was asked for.
     if (not found or (attempt and attempt not in rundir.attempts(path))) and not follow:
         raise NotFoundError(_nothing(path, attempt, role, node))
     if list_files:

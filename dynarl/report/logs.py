@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynarl import rundir
+from dynarl.hypergraph.journal import decode
 from dynarl.lines import LineReader
 
 # What logging's %(asctime)s writes.
@@ -43,14 +44,24 @@ def source(path: Path) -> Source:
 
 
 def sources(run: Path, attempt: int | None = None, role: str | None = None, node: str | None = None) -> list[Source]:
-    """Log files that fit, of one start of the controller (default: the newest) and of the batch script."""
+    """Log files that fit, of one start of the controller and of the batch script of its job (default: the newest of
+    both)."""
     attempts = rundir.attempts(run)
+    job = _job_of(run, attempt) if attempt else next(reversed(rundir.job_ids(run)), None)
     attempt = attempt or (attempts[-1] if attempts else None)
     found = [source(path) for path in sorted(rundir.logs(run, attempt).glob("*.log"))] if attempt else []
-    newest = next(reversed(rundir.job_ids(run)), None)
-    if newest and rundir.batch_output(run, newest).exists():
-        found.append(Source(rundir.batch_output(run, newest), "batch", "batch"))
+    if job and rundir.batch_output(run, job).exists():
+        found.append(Source(rundir.batch_output(run, job), "batch", "batch"))
     return [each for each in found if role in (None, each.role) and node in (None, each.node)]
+
+
+def _job_of(run: Path, attempt: int) -> str | None:
+    """The Slurm job of a start of the controller, None where the journal does not tell."""
+    found = None
+    for line in LineReader(rundir.journal(run)):
+        if b'"run_started"' in line and (record := decode(line)) and record.get("attempt") == attempt:
+            found = record.get("job_id")
+    return found
 
 
 class Merged:

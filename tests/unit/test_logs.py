@@ -74,6 +74,16 @@ def test_what_slurm_says_is_there_but_the_controllers_lines_are_not_doubled(synt
     assert sum("all agents are up" in line for line in lines) == 1
 
 
+def test_an_attempt_has_the_output_of_its_own_job(synthetic):
+    synthetic.start(4712)
+    rundir.add_job(synthetic.run, 4712)
+    for job in (4711, 4712):
+        rundir.batch_output(synthetic.run, job).write_text(f"srun: error of {job}\n")
+    for arguments, line in ((["--attempt", "1"], "srun: error of 4711"), (["--attempt", "2"], "srun: error of 4712"),
+                            ([], "srun: error of 4712")):  # fmt: skip
+        assert shown("--role", "batch", *arguments) == [line]
+
+
 def test_what_does_not_fit_is_answered_with_what_there_is(synthetic):
     rundir.batch_output(synthetic.run, 4711).write_text("srun: error\n")
     for args, text in ((["--node", "n9"], "nodes n1, n2, n3, n4"), (["--attempt", "7"], "no attempt 7; it has 1")):
