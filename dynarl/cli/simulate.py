@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from dynarl.errors import DynarlError
 PICTURES = ("png", "svg", "html")
 
 
+def _split(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, int] | None:
+    if value is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*,\d+,[1-9]\d*", value):
+        raise click.BadParameter(f"{value!r}: write the nodes of rollout, inference and training, as in 6,1,1")
+    return dict(zip(("rollout", "inference", "training"), map(int, value.split(",")), strict=True))
+
+
 @click.command("simulate", cls=output.Command)
 @click.argument("scenario", required=False)
 @click.option("--from", "run", metavar="RUN", help="In place of SCENARIO: the work and the speeds of a recorded run.")
 @click.option("--nodes", type=click.IntRange(min=2), help="With --from: on so many nodes.")
+@click.option("--split", metavar="R,I,T", callback=_split, help="With --from: nodes for rollout, inference, training. Default: the run's, scaled.")
 @click.option("--policy", "policies", multiple=True, metavar="P", help="A policy; may be given again. Default: all.")
 @click.option("--seed", "seeds", multiple=True, type=click.IntRange(min=0), metavar="S", help="Of the workload; may be given again. Default 1.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the scenario, as in minibatches=8.")
@@ -31,8 +41,8 @@ PICTURES = ("png", "svg", "html")
     type=click.Path(path_type=Path, dir_okay=False),
     help="File to write; pictures default to simulation.FORMAT here, JSON to stdout.",
 )
-def command(scenario: str | None, run: str | None, nodes: int | None, policies: tuple[str, ...], seeds: tuple[int, ...],
-            changes: tuple[str, ...], network: str | None, oracle: bool, listing: bool, output_format: str,
+def command(scenario: str | None, run: str | None, nodes: int | None, split: dict[str, int] | None, policies: tuple[str, ...],
+            seeds: tuple[int, ...], changes: tuple[str, ...], network: str | None, oracle: bool, listing: bool, output_format: str,
             target: Path | None) -> None:
     """Policies side by side on a simulated cluster, under the controller that also runs the real one.
 
@@ -41,17 +51,18 @@ def command(scenario: str | None, run: str | None, nodes: int | None, policies: 
     if listing:
         _list(output_format)
         return
-    if bool(scenario) == bool(run) or (nodes and not run) or ((changes or network) and run):
-        raise click.UsageError("give a SCENARIO (see --list), with --set where wanted, or --from RUN, with --nodes")
+    if bool(scenario) == bool(run) or ((nodes or split) and not run) or ((changes or network) and run):
+        raise click.UsageError("give a SCENARIO (see --list), with --set where wanted, or --from RUN, with --nodes or --split")
     if target is not None:
         if output_format == "table":
             raise click.UsageError("--output is for pictures and JSON: give -o png, svg, html or json too")
         if not target.absolute().parent.is_dir():  # said now, and not after minutes of simulation
             raise click.UsageError(f"--output {target}: there is no directory {target.parent}")
     if run:
+        from dynarl.config.schema import Split
         from dynarl.sim.calibrate import recorded
 
-        chosen: Any = recorded(rundir.resolve(run), nodes)
+        chosen: Any = recorded(rundir.resolve(run), nodes, Split(**split) if split else None)
     else:
         from dynarl.sim.scenario import load_scenario
 
@@ -111,7 +122,8 @@ def _show(scenario: Any, runs: list[dict[str, Any]], form: str, target: Path | N
 
     found = summary(runs)
     if form == "json":
-        output.print_json({"scenario": scenario.name, "throughput_unit": scenario.throughput_unit, "summary": found, "results": runs}, target)
+        what = {"scenario": scenario.name, "about": scenario.about, "throughput_unit": scenario.throughput_unit}
+        output.print_json({**what, "summary": found, "results": runs}, target)
     elif form == "table":
         _print(scenario, found, runs)
     else:

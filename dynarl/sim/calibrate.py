@@ -21,12 +21,13 @@ import numpy as np
 
 from dynarl import rundir
 from dynarl.config import load
-from dynarl.config.schema import Config
+from dynarl.config.schema import Config, Split
 from dynarl.controller.nodes import assign_homes
 from dynarl.controller.trace import Line
-from dynarl.errors import DynarlError
+from dynarl.errors import ConfigError, DynarlError
 from dynarl.lines import LineReader
 from dynarl.perf.rollout import StepModel
+from dynarl.scheduler.allocations import shares
 from dynarl.sim.workload import NS_PER_S, SimRequest, Turn
 from dynarl.sim.world import Times, World
 
@@ -239,11 +240,12 @@ class Recorded:
     policies = POLICIES
     throughput_unit = "tokens/s"
 
-    def __init__(self, name: str, config: Config, lines: Sequence[Line], calibration: Calibration, num_nodes: int):
+    def __init__(self, name: str, config: Config, lines: Sequence[Line], calibration: Calibration):
         self.name, self._config, self._lines, self.calibration = name, config, lines, calibration
-        self.num_nodes = num_nodes
+        self.split, self.num_nodes = config.split, config.cluster.nodes
         self.iterations = self.measured = len(lines)
-        self.about = f"{len(lines)} recorded iterations of {name} on {num_nodes} nodes"
+        split = f"{self.split.rollout} rollout, {self.split.inference} inference, {self.split.training} training"
+        self.about = f"{len(lines)} recorded iterations on {self.num_nodes} nodes: {split}"
 
     def world(self, policy: str) -> World:
         config = msgspec.structs.replace(self._config, policy=msgspec.structs.replace(self._config.policy, name=policy))
@@ -259,8 +261,27 @@ def renamed(answers: Iterable[SimRequest], iteration: int) -> list[SimRequest]:
     return [each._replace(sample=f"{iteration}:{each.sample.partition(':')[2]}") for each in answers]
 
 
-def recorded(run: Path, num_nodes: int | None = None) -> Recorded:
-    """A run as a scenario. Raises NoTrace, ConfigError."""
+def recorded(run: Path, num_nodes: int | None = None, split: Split | None = None) -> Recorded:
+    """A run as a scenario, with another split where one is given, else with its own, scaled to `num_nodes`. Raises
+    NoTrace, ConfigError.
+    """
     config = load.from_text(rundir.config(run).read_text()).config
     lines = [line for line in read(run) if line.answers]
-    return Recorded(run.name, config, lines, fit(lines), num_nodes or config.cluster.nodes)
+    split = split or scaled(config.split, num_nodes or config.cluster.nodes)
+    total = split.rollout + split.inference + split.training
+    if num_nodes not in (None, total):
+        raise ConfigError(f"a split of {total} nodes does not go with {num_nodes} nodes")
+    cluster = msgspec.structs.replace(config.cluster, nodes=total)
+    return Recorded(run.name, msgspec.structs.replace(config, cluster=cluster, split=split), lines, fit(lines))
+
+
+def scaled(split: Split, num_nodes: int) -> Split:
+    """The same parts of `num_nodes` nodes, by largest remainders; none loses its last node as long as there are enough.
+
+    >>> scaled(Split(rollout=2, inference=1, training=1), 6)
+    Split(rollout=3, inference=1, training=2)
+    >>> scaled(Split(rollout=5, inference=1, training=2), 16)
+    Split(rollout=10, inference=2, training=4)
+    """
+    roles = ("training", "rollout", "inference")
+    return Split(**dict(zip(roles, shares(num_nodes, [getattr(split, role) for role in roles]), strict=True)))

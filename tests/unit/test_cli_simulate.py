@@ -56,6 +56,8 @@ def test_a_picture_in_characters_and_a_page(tmp_path):
     (("dynarl-7b-64-math", "--set", "gpus"), 2, "write KEY=VALUE"),
     (("dynarl-7b-64-math", "--set", "rollout.tp=3"), 3, "rollout.tp = 3 does not divide training.tp = 4"),
     (("dynarl-7b-64-math", "--nodes", "4"), 2, "--from RUN, with --nodes"),
+    (("dynarl-7b-64-math", "--split", "4,1,1"), 2, "--from RUN, with --nodes or --split"),
+    (("--from", "last", "--split", "0,1,1"), 2, "as in 6,1,1"),
     (("dynarl-7b-64-math", "--set", "gpus=["), 3, "--set gpus: not YAML"),
     (("dynarl-7b-64-math", "--set", "gpus=64", "--set", "gpus.x=1"), 3, "--set gpus.x: gpus: expected int, got {'x': 1}"),
     (("dynarl-7b-64-math", "--set", "name=[]"), 3, "--set name: name: expected str, got []"),

@@ -4,8 +4,10 @@ import msgspec
 import pytest
 
 from dynarl import rundir
-from dynarl.config.schema import Algorithm, Config, Policy, Rollout, Split
+from dynarl.config import load
+from dynarl.config.schema import Algorithm, Cluster, Config, Policy, Rollout, Split
 from dynarl.controller.trace import Line, Trace
+from dynarl.errors import ConfigError
 from dynarl.perf.rollout import StepModel
 from dynarl.sim import calibrate, validate
 from dynarl.sim.run import run
@@ -71,6 +73,25 @@ def test_a_wrong_constant_shows_in_the_prediction():
     slow = calibrate.Calibration(STEP.scaled(1.5), found.stages, found.phases, 0, ())
     [row] = validate.compare(msgspec.structs.replace(CONFIG, policy=Policy(name="colocated")), lines, slow)
     assert row.error > 0.1
+
+
+def written(tmp_path, lines):
+    rundir.config(tmp_path).write_text(load.dump(msgspec.structs.replace(CONFIG, cluster=Cluster(nodes=5))))
+    rundir.trace(tmp_path).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    return tmp_path
+
+
+def test_a_run_on_more_nodes_has_the_same_parts_of_them(tmp_path):
+    path = written(tmp_path, traced(CONFIG.policy, 1)[0])
+    for num_nodes, parts in ((None, (3, 1, 1)), (10, (6, 2, 2)), (16, (10, 3, 3)), (4, (2, 1, 1)), (2, (1, 0, 1))):
+        found = calibrate.recorded(path, num_nodes)
+        homes = list(found.world("threshold").homes.values())
+        assert tuple(homes.count(role) for role in ("rollout", "inference", "training")) == parts
+        assert f"on {sum(parts)} nodes: {parts[0]} rollout, {parts[1]} inference, {parts[2]} training" in found.about
+    given = calibrate.recorded(path, None, Split(rollout=4, inference=3, training=1))
+    assert sorted(given.world("static").homes.values()) == ["inference"] * 3 + ["rollout"] * 4 + ["training"]
+    with pytest.raises(ConfigError, match="a split of 8 nodes does not go with 9 nodes"):
+        calibrate.recorded(path, 9, Split(rollout=4, inference=3, training=1))
 
 
 def test_what_would_be_negative_is_left_out():
