@@ -14,7 +14,7 @@ from dynarl.config.schema import TAKING_TURNS, Config
 from dynarl.errors import ConfigError
 from dynarl.hypergraph import workflow
 from dynarl.slurm import environ, timelimit
-from dynarl.tasks.base import KNOWN_TASKS
+from dynarl.tasks.base import KNOWN_TASKS, open_task
 
 # Options that are computed from other settings; given twice, the outcome would depend on their order.
 COMPUTED_SBATCH = {
@@ -323,9 +323,14 @@ def _shape(config: Config) -> Shape:
 
 
 def _task(config: Config) -> Iterator[str]:
-    # A task of one's own may be where only the nodes find it.
-    if config.task.name not in KNOWN_TASKS and ":" not in config.task.name:
-        yield f"task.name = {config.task.name}: known are {', '.join(KNOWN_TASKS)}; your own is package.module:Class"
+    task = config.task
+    if task.name in KNOWN_TASKS:
+        try:
+            open_task(task.name, task.args, config.run.seed)  # which makes no question yet
+        except ValueError as error:
+            yield str(error)
+    elif ":" not in task.name:  # one's own may be where only the nodes find it
+        yield f"task.name = {task.name}: known are {', '.join(KNOWN_TASKS)}; your own is package.module:Class"
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ Questions and the verdict on the final answer are reasoning-gym's; the demonstra
 from __future__ import annotations
 
 import functools
+import math
 import random
 from typing import Annotated, Any
 
@@ -40,6 +41,8 @@ class ArithmeticArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     growing: Annotated[int, Meta(ge=0)] = 0  # over this many the longest chain grows from min_terms to max_terms
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.tail):
+            raise ValueError(f"tail = {self.tail} must be a finite number")
         for low, high in (("min_terms", "max_terms"), ("min_digits", "max_digits")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low} {getattr(self, low)} is greater than {high} {getattr(self, high)}")

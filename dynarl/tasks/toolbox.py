@@ -13,6 +13,7 @@ that a call pays is what reinforcement learning finds out. The facts (corpus.txt
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import random
 import re
@@ -60,6 +61,8 @@ class ToolboxArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     unconfined_python: bool = False  # run programs without a sandbox where the node permits none
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.tail):
+            raise ValueError(f"tail = {self.tail} must be a finite number")
         for field, known in (("kinds", KINDS), ("tools", TOOLS)):
             if unknown := set(getattr(self, field).split()) - set(known):
                 raise ValueError(f"{field}: unknown {', '.join(sorted(unknown))}; known are {', '.join(known)}")

@@ -22,6 +22,7 @@ def faults(written):
         "cluster: {nodes: 1}\nsplit: {rollout: 0, inference: 0, training: 1}\npolicy: {name: colocated}",
         "cluster: {devices_per_node: 4}\ntraining: {tp: 4}",  # tp a multiple of kv_heads
         "algorithm: {minibatches: 4}",
+        "task: {name: 'only.on_the_nodes:Mine', args: {any: 1}}",  # not opened here
         "task: {verify_timeout_s: 600}\nfailure: {hang_s: {rollout: 5}}",  # the environment is not watched
         "training: {layouts: {2: \"pp=2,nodes=2\", 3: nodes=1}}",
         "model: {experts: 4}\ncluster: {devices_per_node: 2}\ntraining: {layouts: {2: ep=2}}",
@@ -102,6 +103,10 @@ def test_what_works_is_accepted(written):
         ),
         ("training: {max_tokens_per_micro_batch: 100}", "does not hold one sample of 64 + 256 = 320 tokens"),
         ("task: {name: aritmetic}", "task.name = aritmetic: known are arithmetic, tools; your own is package.module:Class"),
+        ("task: {args: {max_term: 3}}", "task.args of arithmetic: Object contains unknown field `max_term`"),
+        ("task: {args: {min_terms: 9, max_terms: 3}}", "task.args of arithmetic: min_terms 9 is greater than max_terms 3"),
+        ("task: {args: {tail: .nan}}", "task.args of arithmetic: tail = nan must be a finite number"),
+        ("task: {name: tools, args: {kinds: multiplication}}", "task.args of tools: kinds: unknown multiplication"),
         ("task: {train_size: 8}", "algorithm.prompts_per_step = 32 is more than task.train_size = 8"),
         ("training: {lr: .inf}", "training.lr = inf"),
         ("cluster: {time: 1:2:3:4}", "cluster.time: time limit '1:2:3:4' is none of"),
