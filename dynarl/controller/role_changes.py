@@ -133,8 +133,7 @@ class RoleChanges:
             if self._hand_outs.turns is not None:
                 await self._take(moves)
                 return
-            reason = f"{self._ledger.num_live} requests live, " + ", ".join(
-                f"{self._ledger.num_in_state(s)} groups {s}" for s in ("generated", "scored", "accumulated"))
+            reason = self._work()
             for weights, part in self.by_weights(moves):
                 if part and not self._background.is_given_up:
                     sources = dict(self._epochs.roles)
@@ -157,6 +156,13 @@ class RoleChanges:
             self.last = self._clock()
             self.current = None
             self._background.bell.ring()
+
+    def _work(self) -> str:
+        """What there is of it, as the reason of a change: "3 requests live, 1 group scored"."""
+        counts = [(self._ledger.num_live, "request", "live")]
+        counts += [(self._ledger.num_in_state(s), "group", s) for s in ("generated", "scored", "accumulated")]
+        parts = [f"{count} {noun}{'s' * (count > 1)} {state}" for count, noun, state in counts if count]
+        return ", ".join(parts) or "no work is waiting"
 
     async def _take(self, moves: dict[str, str]) -> None:
         try:

@@ -488,6 +488,26 @@ def test_a_move_that_is_refused_is_not_wanted_again_at_once(tmp_path):
         runner.run(go())
 
 
+def test_the_reason_of_a_change_is_the_work_that_there_is(tmp_path):
+    iteration, cluster = bare(homes(2, 1, 1), ["1:0:0", "1:1:0", "1:1:1"], tmp_path)
+    reasons = []
+
+    async def change(moves, weights, reason, *_):
+        reasons.append(reason)
+        return Outcome(1, True)
+
+    async def go():
+        iteration._epochs.change = change
+        await iteration.role_changes.carry_out({"n1": "training"})
+        iteration.ledger.dispatch("n1", ["1:0:0", "1:1:0", "1:1:1"])
+        for sample in ("1:0:0", "1:1:0"):
+            finished(iteration, "n1", sample)
+        await iteration.role_changes.carry_out({"n1": "training"})
+
+    asyncio.run(go())
+    assert reasons == ["3 requests live", "1 request live, 1 group generated"]
+
+
 def test_of_an_iteration_that_is_given_up_no_further_change_of_roles_begins(tmp_path):
     """Its second half would meet a job that goes back to a checkpoint, with weights that are no more."""
 
