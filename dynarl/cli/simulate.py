@@ -111,7 +111,7 @@ def _list(output_format: str) -> None:
     if output_format == "json":
         output.print_json({"scenarios": [{"name": each.name, "about": each.about} for each in found]})
         return
-    table = output.table("scenario", "")
+    table = output.table("scenario", "about")
     for each in found:
         table.add_row(each.name, each.about)
     output.console().print(table)

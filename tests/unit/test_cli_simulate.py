@@ -40,7 +40,7 @@ def test_results_are_for_each_policy_and_seed_and_the_same_every_time():
 
 def test_a_picture_in_characters_and_a_page(tmp_path):
     shown = run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static").stdout
-    assert shown.startswith("dynarl-1.5b-64-math\n") and "static, seed 1\n" in shown and "RRRR" in shown and "TTTT" in shown
+    assert shown.startswith("dynarl-1.5b-64-math: Qwen2.5-1.5B on 64 H100, mathematics\n") and "static, seed 1\n" in shown and "RRRR" in shown and "TTTT" in shown
     twice = run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static", "--set", "iterations=2").stdout
     assert "static, seed 1, the last iteration\n" in twice
     pytest.importorskip("matplotlib")
@@ -73,7 +73,11 @@ def test_what_cannot_be_is_refused_with_the_reason(arguments, code, says):
 
 def test_every_shipped_scenario_is_listed():
     listed = json.loads(run("simulate", "--list", "-o", "json").stdout)["scenarios"]
-    assert len(listed) >= 12 and "dynarl-32b-128-agentic" in {each["name"] for each in listed}
+    about = {each["name"]: each["about"] for each in listed}
+    assert len(about) >= 12 and about["dynarl-32b-128-agentic"] == "Qwen2.5-32B on 128 H100, agents with tools"
+    assert len(set(about.values())) == len(about)
+    head, _, *rows = run("simulate", "--list").stdout.splitlines()
+    assert head.split() == ["scenario", "about"] and len(rows) == len(about)
 
 
 def test_a_run_without_a_trace_is_told_so(tmp_path):

@@ -34,7 +34,7 @@ def test_there_is_a_scenario_for_each_published_experiment():
 
 def constants(name: str) -> dict:
     values = msgspec.to_builtins(load_scenario(name))
-    return {key: value for key, value in values.items() if key not in ("name", "gpus", "placement")}
+    return {key: value for key, value in values.items() if key not in ("name", "about", "gpus", "placement")}
 
 
 @pytest.mark.parametrize("model", ["1.5b", "7b", "32b"])
