@@ -102,7 +102,7 @@ def _show(told: dict[str, Any]) -> None:
     for line in plan_text.tree(told, fancy, colour):
         console.print(line, soft_wrap=True)
     if told["sync_s"] >= 0.05:
-        console.print(f"then weights go to the other devices: {told['sync_s']:.1f} s", soft_wrap=True)
+        console.print(f"then weights go to the other devices: {plan_text.took(told['sync_s'], told)}", soft_wrap=True)
     console.print()
     for line in plan_text.picture(told, min(console.width, 120), fancy, colour):
         console.print(line, soft_wrap=True)
@@ -116,7 +116,7 @@ def _show(told: dict[str, Any]) -> None:
     if told.get("more"):
         noun = "node" if told["unit"] == told["devices_per_node"] and told["unit"] > 1 else "device"
         whats = [f"{each['units']} {noun}{'s' * (each['units'] > 1)} more" for each in told["more"]]
-        times = [f"{plan_text.took(each['seconds'])}, {each['saved']:.1%} less" for each in told["more"]]
+        times = [f"{plan_text.took(each['seconds'], told)}, {each['saved']:.1%} less" for each in told["more"]]
         section("With more", [f"{what}: {time}" for what, time in zip(whats, times, strict=True)])
     section("As a job", _job_lines(told["job"]))
     for note in told["notes"]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from dynarl.report.palette import ROLE_COLOURS, ROLE_LETTERS
-from dynarl.report.units import duration, size
+from dynarl.report.units import size, within
 
 # For stages that are no roles of their own, in the order in which they come up; of the same palette.
 MORE_COLOURS = ("#56B4E9", "#F0E442", "#D55E00", "#000000")
@@ -38,12 +38,12 @@ def head(told: dict[str, Any]) -> tuple[str, str]:
     what = " on ".join(filter(None, (told["model"], f"{told['devices']} {told['device'] or 'devices'}")))
     samples = told["groups"] * told["group_size"]
     speed = f", {told['tokens_per_s'] / 1e3:,.1f} thousand tokens/s" if told["tokens_per_s"] else ""
-    return f"{what}: {samples} samples in {took(told['seconds'])}{speed}", f"{told['mode']}: {told['shape']}"
+    return f"{what}: {samples} samples in {took(told['seconds'], told)}{speed}", f"{told['mode']}: {told['shape']}"
 
 
-def took(seconds: float) -> str:
-    """`43.4 s`, `9m14s`."""
-    return f"{seconds:.1f} s" if seconds < 100 else duration(seconds)
+def took(seconds: float, told: dict[str, Any]) -> str:
+    """`43.4 s`, or `9m14s` in a plan that takes minutes."""
+    return within(seconds, told["seconds"])
 
 
 def tree(told: dict[str, Any], fancy: bool, colour: bool) -> Iterator[Text]:
@@ -59,7 +59,7 @@ def leaves(plan: dict[str, Any]) -> list[dict[str, Any]]:
 def _branch(
     node: dict[str, Any], lead: str, indent: str, signs: dict, told: dict[str, Any], fancy: bool, colour: bool
 ) -> Iterator[Text]:
-    span = f"{node['start_s']:.1f} to {node['end_s']:.1f} s"
+    span = f"{took(node['start_s'], told)} to {took(node['end_s'], told)}"
     if node["kind"] == "stage":
         letter, shade = signs[node["stage"]]
         idle = node["devices"][1] - node["devices"][0] - node["used"]
@@ -125,7 +125,7 @@ def picture(told: dict[str, Any], width: int, fancy: bool, colour: bool) -> Iter
                 line.append((SWITCHING if fancy else "-") if switching else " ", style="dim")
         line.rstrip()
         yield line
-    yield Text(" " * label + "0s" + f"{took(total):>{columns - 2}}", style="dim")
+    yield Text(" " * label + "0s" + f"{took(total, told):>{columns - 2}}", style="dim")
     legend = Text(" " * label)
     for stage, (letter, shade) in signs.items():
         legend.append("██" if fancy and colour else letter, style=shade if colour else "").append(f" {stage}   ")
@@ -156,12 +156,12 @@ def reasons(told: dict[str, Any]) -> list[str]:
         if seconds is None:
             lines.append(f"all {HOW[name]}: no plan fits")
         else:
-            lines.append(f"all {HOW[name]}: {took(seconds)}, {_slower(seconds / told['seconds'] - 1)}")
+            lines.append(f"all {HOW[name]}: {took(seconds, told)}, {_slower(seconds / told['seconds'] - 1)}")
     pure = [seconds for seconds in why["modes"].values() if seconds is not None]
     for each in why["alternatives"]:
         if any(abs(each["seconds"] - seconds) < 1e-6 * seconds for seconds in pure):
             continue  # told already
-        lines.append(f"{each['shape']}: {took(each['seconds'])}, {_slower(each['slower'])}")
+        lines.append(f"{each['shape']}: {took(each['seconds'], told)}, {_slower(each['slower'])}")
     return lines
 
 

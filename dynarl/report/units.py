@@ -30,6 +30,16 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def within(seconds: float, total_s: float) -> str:
+    """A time within one of `total_s`, so that all of them are shown alike: to a tenth of a second below 100 s, else as
+    `duration`.
+
+    >>> within(1.64, 43.0), within(120.4, 43.0), within(1.64, 554.0), within(553.7, 554.0)
+    ('1.6 s', '120.4 s', '1.6s', '9m14s')
+    """
+    return f"{seconds:.1f} s" if total_s < 100 else duration(seconds)
+
+
 _FACTORS = {
     prefix + "i": 1024**power for power, prefix in enumerate(("", "K", "M", "G", "T")) if prefix
 } | {prefix: 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T"))}

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,15 @@ def test_faults_of_a_file_have_its_lines(tmp_path):
     said = run(tmp_path / "mine.yaml", code=3)
     assert "mine.yaml:2: groups: expected int, got 'many'" in said
     assert "mine.yaml:4: unknown key seen.rollout.device; did you mean seen.rollout.devices?" in said
+
+
+def test_times_of_a_plan_are_all_shown_alike():
+    minutes = run(PLANS / "grpo-7b-math.yaml", "--no-more")
+    assert re.search(r"samples in \d+m\d\ds", minutes) and re.search(r"\d\.\ds to \d+m\d\ds", minutes)
+    assert not re.search(r"\d\.\d s\b", minutes)
+    changes = "groups=8", "devices=16", "lengths.median=700", "lengths.cap=2800"
+    seconds = run(PLANS / "grpo-7b-math.yaml", "--no-more", *(word for each in changes for word in ("--set", each)))
+    assert re.search(r"\d\.\d s to \d+\.\d s", seconds) and not re.search(r"\d\.\ds\b|\dm\d\ds", seconds)
 
 
 def test_options_for_jobs_are_refused_with_a_plan_file():
