@@ -134,6 +134,18 @@ def progress(label: str) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.advance(task, done)
 
 
+@contextmanager
+def busy(label: str) -> Iterator[None]:
+    """Say on stderr that something is under way whose end is not known; silent where that is no terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        bar.add_task(label, total=None)
+        yield
+
+
 def fancy(console: Console) -> bool:
     """May symbols beyond ASCII be printed there?"""
     return console.encoding.lower().startswith("utf")

@@ -45,8 +45,9 @@ def command(
     from dynarl.scheduler.placement import job, summary
 
     problem, model, config, notes = _problem(config_file, cluster, overrides, device, lengths)
-    planned = summary.plan(problem, model)
-    told = summary.as_json(planned, more=not no_more)
+    with output.busy(f"planning {problem.devices} devices"):
+        planned = summary.plan(problem, model)
+        told = summary.as_json(planned, more=not no_more)
     told["notes"] = notes
     told["job"] = job.settings(planned)
     if target is not None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dynarl.vps.plan import Plan
     from dynarl.vps.spec import ModelSpec
 
+# A plan has tables of all ranks by all ranks; with more of them it would take hours and all memory.
+MOST_RANKS = 1 << 14
 # Ranks or nodes that the picture shows one by one.
 PICTURE_WIDTH = 32
 SHADES = {True: " ░▒▓█", False: " .:+#"}
@@ -64,16 +66,19 @@ def plan(
     try:
         spec, src, dst = _model(model), parse(before), parse(after)
         moved = kinds.split(",") if kinds else [kind for kind in dst.kinds if kind in src.kinds]
-        result = plan_transition(
-            spec,
-            src,
-            dst,
-            kinds=moved,
-            relabel=not no_relabel,
-            budget_bytes=parse_size(budget),
-            links=parse_rate(link) if link else None,
-            ranks_per_node=ranks_per_node,
-        )
+        if (ranks := max(len(src.ranks), len(dst.ranks))) > MOST_RANKS:
+            raise ConfigError(f"a layout of {ranks} ranks is more than the {MOST_RANKS} that this plans for")
+        with output.busy(f"planning from {len(src.ranks)} to {len(dst.ranks)} ranks"):
+            result = plan_transition(
+                spec,
+                src,
+                dst,
+                kinds=moved,
+                relabel=not no_relabel,
+                budget_bytes=parse_size(budget),
+                links=parse_rate(link) if link else None,
+                ranks_per_node=ranks_per_node,
+            )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if output_format == "json":

@@ -224,3 +224,9 @@ def test_nodes_that_a_plan_leaves_idle_generate(posed):
 def test_other_plans_are_refused_with_what_they_lack(posed):
     with pytest.raises(job.ConfigError, match=r"no policy of a job carries out \(rollout > inference\) \| training"):
         job._settings(posed, beside([2], InTurn(Alone(0, 4, True), Alone(1, 4, True), 4), (2, 4)))
+
+
+def test_a_terminal_shows_that_a_plan_is_under_way(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of stderr
+    done = CliRunner().invoke(main, ["plan", str(PLANS / "embodied-gpu-simulator.yaml"), "--no-more", "-o", "json"])
+    assert "planning 8 devices" in done.stderr and json.loads(done.stdout)["devices"] == 8
