@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 
 import msgspec
-import yaml
 
+from dynarl.config import structs, text
 from dynarl.errors import ConfigError
 
 
@@ -72,11 +72,7 @@ def load_device(name: str) -> Device:
     else:
         known = ", ".join(device_names())
         raise ConfigError(f"device {name!r}: there are {known}; or give the path of a file like theirs")
-    try:
-        # Not strict: YAML 1.1 takes 1e12 for text.
-        return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Device, strict=False)
-    except (msgspec.ValidationError, yaml.YAMLError) as error:
-        raise ConfigError(f"device {name}: {error}") from None
+    return structs.convert(text.parse(path.read_text(encoding="utf-8"), str(path)), Device)
 
 
 def _folder() -> resources.abc.Traversable:

@@ -171,6 +171,18 @@ def test_a_device_without_bandwidth_is_refused(tmp_path):
         small(device=str(tmp_path / "broken.yaml"))
 
 
+def test_faults_of_a_device_have_their_lines(tmp_path):
+    share = Path(sys.modules["dynarl"].__file__).parent / "share" / "configs" / "devices" / "h100.yaml"
+    lines = [line for line in share.read_text().splitlines() if not line.startswith("reserved_bytes")]
+    (tmp_path / "broken.yaml").write_text("\n".join([*lines, "step_overhed_s: 1e-3", "reserved_bytes: .nan"]))
+    with pytest.raises(ConfigError) as told:
+        small(device=str(tmp_path / "broken.yaml"))
+    assert str(told.value).splitlines() == [
+        f"{tmp_path}/broken.yaml:{len(lines) + 1}: unknown key step_overhed_s; did you mean step_overhead_s?",
+        f"{tmp_path}/broken.yaml:{len(lines) + 2}: reserved_bytes: expected a finite number, got nan",
+    ]
+
+
 def test_files_that_extend_each_other_are_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: [a.yaml]\n")
