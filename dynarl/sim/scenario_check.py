@@ -30,6 +30,8 @@ def _counts(s: Scenario) -> Iterator[str]:
     for name, count in counts.items():
         if count is not None and count < 1:
             yield f"{name} = {count} must be at least 1"
+    if not s.policies:
+        yield "policies: there is none to simulate"
     for name, policy in s.policies.items():
         if policy.max_queued < 0:
             yield f"policies.{name}.max_queued = {policy.max_queued} must not be below 0"

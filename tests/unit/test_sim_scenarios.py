@@ -198,6 +198,16 @@ def test_a_file_of_ones_own_lies_over_those_that_come_with_dynarl(tmp_path):
         load_scenario("no-such")
 
 
+def test_a_scenario_without_a_policy_is_refused(tmp_path):
+    (tmp_path / "none.yaml").write_text(
+        "model: qwen2.5-1.5b\ndevice: h100\ngpus: 3\nplacement: {rollout: 1, inference: 1, training: 1}\n"
+        "workload: {prompts: 8, group_size: 2, prompt: {median: 1, cap: 2}, response: {median: 5, cap: 10}}\n"
+        "moves: {leave_rollout_s: 1, join_s: {}}\npolicies: {}\n"
+    )
+    with pytest.raises(ConfigError, match="policies: there is none to simulate"):
+        load_scenario(str(tmp_path / "none.yaml"))
+
+
 def test_faults_of_a_file_have_its_lines_and_the_nearest_keys(tmp_path):
     (tmp_path / "below.yaml").write_text("extends: dynarl-7b-64-math.yaml\nrollout:\n  tp: two\n")
     (tmp_path / "mine.yaml").write_text(
