@@ -32,6 +32,11 @@ def _split(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--seed", "seeds", multiple=True, type=click.IntRange(min=0), metavar="S", help="Of the workload; may be given again. Default 1.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the scenario, as in minibatches=8.")
 @click.option("--network", type=click.Choice(["analytic", "flow"]), help="Short for --set network=...")
+@click.option(
+    "--stability/--no-stability",
+    default=None,
+    help="Whether the order of policies holds with each role 10 % slower and faster: six more runs of each policy. Default: yes, in JSON no.",
+)
 @click.option("--oracle", is_flag=True, help="Policies know all answer lengths beforehand: an upper bound, not a policy.")
 @click.option("--list", "listing", is_flag=True, help="Print the scenarios that come with dynarl.")
 @output.format_option("table", "json", *PICTURES)
@@ -42,8 +47,8 @@ def _split(context: click.Context, parameter: click.Parameter, value: str | None
     help="File to write; pictures default to simulation.FORMAT here, JSON to stdout.",
 )
 def command(scenario: str | None, run: str | None, nodes: int | None, split: dict[str, int] | None, policies: tuple[str, ...],
-            seeds: tuple[int, ...], changes: tuple[str, ...], network: str | None, oracle: bool, listing: bool, output_format: str,
-            target: Path | None) -> None:
+            seeds: tuple[int, ...], changes: tuple[str, ...], network: str | None, stability: bool | None, oracle: bool,
+            listing: bool, output_format: str, target: Path | None) -> None:
     """Policies side by side on a simulated cluster, under the controller that also runs the real one.
 
     SCENARIO: the name of one that comes with dynarl (--list), or a file.
@@ -74,34 +79,47 @@ def command(scenario: str | None, run: str | None, nodes: int | None, split: dic
     policies = tuple(dict.fromkeys(policies or chosen.policies))
     if unknown := [policy for policy in policies if policy not in chosen.policies]:
         raise click.UsageError(f"--policy {unknown[0]}: {chosen.name} has {', '.join(chosen.policies)}")
-    runs = _simulate(chosen, policies, tuple(dict.fromkeys(seeds or (1,))), oracle)
+    seeds = tuple(dict.fromkeys(seeds or (1,)))
+    if stability is None:
+        stability = output_format != "json"
+    runs, order = _simulate(chosen, policies, seeds, oracle, stability and len(policies) > 1)
     try:
-        _show(chosen, runs, output_format, target)
+        _show(chosen, runs, order, output_format, target)
     except OSError as error:
         raise DynarlError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 def _simulate(
-    scenario: Any, policies: tuple[str, ...], seeds: tuple[int, ...], oracle: bool
-) -> list[dict[str, Any]]:
+    scenario: Any, policies: tuple[str, ...], seeds: tuple[int, ...], oracle: bool, with_stability: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The runs, and how stable their order is (`sim.stability`) where that is asked for."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from dynarl.sim.run import simulate
+    from dynarl.sim.stability import stability, variants
 
+    work = [(f"seed {seed}", scenario, policy, seed) for seed in seeds for policy in policies]
+    if with_stability:
+        work += [(off, other, policy, seeds[0]) for off, other in variants(scenario) for policy in policies]
     screen = output.console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    runs = []
+    runs: list[dict[str, Any]] = []
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=len(policies) * len(seeds))
-        for seed in seeds:
-            for policy in policies:
-                done = len(runs)
-                bar.update(task, description=f"{policy}, seed {seed}")
-                runs.append(simulate(
-                    scenario, policy, seed, oracle=oracle,
-                    progress=lambda part, of: bar.update(task, completed=done + part / of),
-                ))
-    return runs
+        task = bar.add_task("", total=len(work))
+        for done, (what, each, policy, seed) in enumerate(work):
+            bar.update(task, description=f"{policy}, {what}")
+            runs.append(simulate(
+                each, policy, seed, oracle=oracle,
+                progress=lambda part, of, done=done: bar.update(task, completed=done + part / of),
+            ))
+    if not with_stability:
+        return runs, None
+    found: dict[str, dict[str, float]] = {}
+    for (what, _, policy, _), run in zip(work, runs, strict=True):
+        found.setdefault(what, {})[policy] = run["makespan_s"]
+    as_modelled = found[f"seed {seeds[0]}"]
+    off = {what: makespans for what, makespans in found.items() if not what.startswith("seed ")}
+    return runs[: len(seeds) * len(policies)], stability(as_modelled, off)
 
 
 def _list(output_format: str) -> None:
@@ -117,22 +135,28 @@ def _list(output_format: str) -> None:
     output.console().print(table)
 
 
-def _show(scenario: Any, runs: list[dict[str, Any]], form: str, target: Path | None) -> None:
+def _show(scenario: Any, runs: list[dict[str, Any]], order: dict[str, Any] | None, form: str, target: Path | None) -> None:
     from dynarl.report.simulation import summary
+    from dynarl.report.simulation_text import sureness
 
     found = summary(runs)
     if form == "json":
         what = {"scenario": scenario.name, "about": scenario.about, "throughput_unit": scenario.throughput_unit}
-        output.print_json({**what, "summary": found, "results": runs}, target)
+        output.print_json({**what, "summary": found, "results": runs}
+                          | ({"stability": order} if order else {}), target)
     elif form == "table":
         _print(scenario, found, runs)
+        if order:
+            output.console().print(f"\n{sureness(order)}", soft_wrap=True)
     else:
         target = target or Path(f"simulation.{form}")
-        _draw(scenario, found, runs, form, target)
+        _draw(scenario, found, runs, order, form, target)
         click.echo(target)
 
 
-def _draw(scenario: Any, found: dict[str, Any], runs: list[dict[str, Any]], form: str, target: Path) -> None:
+def _draw(scenario: Any, found: dict[str, Any], runs: list[dict[str, Any]], order: dict[str, Any] | None, form: str, target: Path) -> None:
+    from dynarl.report.simulation_text import sureness
+
     try:
         from dynarl.report.simulation_page import page
         from dynarl.report.simulation_plot import save
@@ -142,7 +166,8 @@ def _draw(scenario: Any, found: dict[str, Any], runs: list[dict[str, Any]], form
         ) from error
     title = f"Simulated: {scenario.name}"
     if form == "html":
-        target.write_text(page(title, scenario.throughput_unit, _facts(scenario, runs), found, runs), encoding="utf-8")
+        facts = _facts(scenario, runs) | ({"stability": sureness(order)} if order else {})
+        target.write_text(page(title, scenario.throughput_unit, facts, found, runs), encoding="utf-8")
     else:
         save([run for run in runs if run["seed"] == runs[0]["seed"]], title, target, form)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.text import Text
 
@@ -42,6 +43,24 @@ def legend(shares: Mapping[str, float], colour: bool, fancy: bool) -> Text:
         text.append(mark, style=role_style(kind) if colour and kind != "idle" else "").append(
             f" {kind} {shares[kind]:.0%}   "
         )
+    return text
+
+
+def sureness(found: Mapping[str, Any]) -> str:
+    """A sentence or two on what `sim.stability` has found.
+
+    >>> told = {"error": 0.1, "order": ["dynarl", "static"], "variants": [
+    ...     {"off": "rollout 10% slower", "makespan_s": {"dynarl": 6.0, "static": 5.0}, "same_order": False}]}
+    >>> sureness(told)
+    'With one role 10% slower or faster the order (dynarl, static) holds in 0 of 1 cases. Not with rollout 10% slower: static 5.0 s, dynarl 6.0 s.'
+    """
+    variants = found["variants"]
+    others = [each for each in variants if not each["same_order"]]
+    text = (f"With one role {found['error']:.0%} slower or faster the order ({', '.join(found['order'])}) holds in "
+            f"{len(variants) - len(others)} of {len(variants)} cases.")
+    for each in others:
+        by_time = sorted(each["makespan_s"].items(), key=lambda item: item[1])
+        text += f" Not with {each['off']}: {', '.join(f'{policy} {seconds:,.1f} s' for policy, seconds in by_time)}."
     return text
 
 

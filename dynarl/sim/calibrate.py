@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -251,6 +251,16 @@ class Recorded:
         config = msgspec.structs.replace(self._config, policy=msgspec.structs.replace(self._config.policy, name=policy))
         names = [f"n{index + 1}" for index in range(self.num_nodes)]
         return self.calibration.world(config, assign_homes(config, names), self._draw)
+
+    def slowed(self, role: str, factor: float) -> Recorded:
+        """The same where work of this role takes `factor` times as long."""
+        known = self.calibration
+        if role == "rollout":
+            off = replace(known, step=known.step.scaled(factor))
+        else:
+            fixed_s, per_token_s = known.stages[role]
+            off = replace(known, stages={**known.stages, role: (fixed_s * factor, per_token_s * factor)})
+        return Recorded(self.name, self._config, self._lines, off)
 
     def _draw(self, iteration: int, seed: int) -> list[SimRequest]:
         return renamed(requests(self._lines[iteration - 1]), iteration)

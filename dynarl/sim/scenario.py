@@ -121,6 +121,11 @@ class Scenario(Section, kw_only=True):
     errors: ErrorOf = ErrorOf()
     failures: list[Failure] = []
 
+    def slowed(self, role: str, factor: float) -> Scenario:
+        """The same where work of this role takes `factor` times as long."""
+        off = msgspec.structs.replace(self.errors, **{role: getattr(self.errors, role) * factor})
+        return msgspec.structs.replace(self, errors=off)
+
     # --- sizes
 
     @property

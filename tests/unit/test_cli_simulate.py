@@ -38,6 +38,20 @@ def test_results_are_for_each_policy_and_seed_and_the_same_every_time():
     assert ours["seeds"] == [1, 2] and ours["makespan_s_half"] > 0 and ours["faster"] != 1.0
 
 
+def test_it_says_whether_the_order_of_policies_hangs_on_the_model():
+    both = ("--policy", "static", "--policy", "dynamic-published")
+    assert "stability" not in simulated(*both) and "stability" not in simulated("--policy", "static", "--stability")
+    found = simulated(*both, "--stability")
+    assert sorted(found["stability"]["order"]) == ["dynamic-published", "static"]
+    as_modelled = {each["policy"]: each["makespan_s"] for each in found["results"]}
+    assert len(found["results"]) == 2 and len(found["stability"]["variants"]) == 6
+    for each in found["stability"]["variants"]:
+        slower = each["off"].endswith("slower")
+        assert all((each["makespan_s"][policy] > seconds) == slower for policy, seconds in as_modelled.items()), each
+    shown = run("simulate", "dynarl-1.5b-64-math", *SMALL, *both).stdout.splitlines()[-1]
+    assert shown.startswith("With one role 10% slower or faster the order (")
+
+
 def test_a_picture_in_characters_and_a_page(tmp_path):
     shown = run("simulate", "dynarl-1.5b-64-math", *SMALL, "--policy", "static").stdout
     assert shown.startswith("dynarl-1.5b-64-math: Qwen2.5-1.5B on 64 H100, mathematics\n") and "static, seed 1\n" in shown and "RRRR" in shown and "TTTT" in shown
