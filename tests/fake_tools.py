@@ -59,6 +59,9 @@ class FakeTools:
         if words[0] == "requeue":
             self.slurm.requeue(words[1])
             return ""
+        if words[:2] == ["show", "job"]:
+            found = self.slurm.restarts(words[2])
+            return f"JobId={words[2]} JobName= Requeue=7 Restarts=7 x Requeue={int(found.allowed)} Restarts={found.count} BatchFlag=1\n"
         lines = "".join(f"{key:<24}= {value}\n" for key, value in self.slurm.config().items())
         return f"Configuration data as of 2026-01-31T12:00:00\n{lines}\nSlurmctld(primary) at head is UP\n"
 

@@ -8,7 +8,7 @@ import pytest
 
 from dynarl.errors import SlurmError
 from dynarl.slurm import version
-from dynarl.slurm.client import Client, Presence
+from dynarl.slurm.client import Client, Presence, Restarts
 
 
 def until(client: Client, job_id: str, states: set[str], timeout_s: float = 20.0):
@@ -43,6 +43,27 @@ def tells_present_from_absent(
     client.cancel(job_id)
     ended = until(client, job_id, {"CANCELLED"})
     assert ended.alive is False
+
+
+def requeues_what_may_be(
+    client: Client, commands: list[list[str]], environment: dict[str, str], start=lambda job_id: None
+) -> None:
+    """`commands` submit a job that may be requeued and one that may not; `start` as above."""
+    may, may_not = (client.submit(command, environment) for command in commands)
+    for job_id in (may, may_not):
+        start(job_id)
+        until(client, job_id, {"RUNNING"})
+    assert client.restarts(may) == Restarts(allowed=True, count=0)
+    assert client.restarts(may_not) == Restarts(allowed=False, count=0)
+    client.requeue(may)
+    with pytest.raises(SlurmError):
+        client.requeue(may_not)
+    until(client, may, {"PENDING"})
+    assert client.restarts(may) == Restarts(allowed=True, count=1)
+    with pytest.raises(SlurmError):  # another one's request came first
+        client.requeue(may)
+    client.cancel(may)
+    client.cancel(may_not)
 
 
 def refuses_to_requeue_what_is_not_there(client: Client) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dynarl.errors import SlurmError
 from dynarl.slurm import hostlist, jobid, version
-from dynarl.slurm.client import Client, JobInfo, NodeInfo, PartitionInfo, Presence, TransientError
+from dynarl.slurm.client import Client, JobInfo, NodeInfo, PartitionInfo, Presence, Restarts, TransientError
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,15 @@ class CliClient(Client):
     def cancel(self, job_id: str, signal: str | None = None, batch_only: bool = False) -> None:
         options = ([f"--signal={signal}"] if signal else []) + (["--batch"] if batch_only else [])
         self._ask(["scancel", *options, job_id])
+
+    def restarts(self, job_id: str) -> Restarts:
+        output = self._ask(["scontrol", "--oneliner", "show", "job", job_id])
+        # Together, and the last of that kind: the job's name may hold anything.
+        found = re.findall(r" Requeue=(\d+) Restarts=(\d+) ", output)
+        if not found:
+            raise SlurmError(f"scontrol does not say how often job {job_id} was started: {output.strip()}")
+        allowed, count = found[-1]
+        return Restarts(allowed != "0", int(count))
 
     def requeue(self, job_id: str) -> None:
         self._ask(["scontrol", "requeue", job_id])

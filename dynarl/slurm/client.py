@@ -81,6 +81,14 @@ class PartitionInfo:
     time_limit: str
 
 
+@dataclass(frozen=True)
+class Restarts:
+    """Whether a job may be started again (Requeue), and how often it has been (0 in its first start)."""
+
+    allowed: bool
+    count: int
+
+
 class TransientError(SlurmError):
     """Slurm did not answer, also after retries. What was asked may be true or not."""
 
@@ -104,6 +112,9 @@ class Client(ABC):
     @abstractmethod
     def cancel(self, job_id: str, signal: str | None = None, batch_only: bool = False) -> None:
         """End a job, or send it a signal ("USR1"); `batch_only`: to the batch script's process alone."""
+
+    @abstractmethod
+    def restarts(self, job_id: str) -> Restarts: ...
 
     @abstractmethod
     def requeue(self, job_id: str) -> None: ...

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dynarl.errors import SlurmError
-from dynarl.slurm.client import FINAL_STATES, Client, JobInfo, NodeInfo, PartitionInfo, Presence, TransientError
+from dynarl.slurm.client import (
+    FINAL_STATES,
+    Client,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+    Presence,
+    Restarts,
+    TransientError,
+)
 from dynarl.slurm.version import Version
 
 
@@ -26,6 +35,7 @@ class FakeClient(Client):
     faults: dict[str, list[SlurmError | None]] = field(default_factory=dict)
     on_signal: dict[str | None, str] = field(default_factory=lambda: {None: "CANCELLED"})
     jobs: dict[str, JobInfo] = field(default_factory=dict)
+    starts_again: dict[str, Restarts] = field(default_factory=dict)
     calls: list[tuple] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
 
@@ -45,6 +55,7 @@ class FakeClient(Client):
         job_id = str(len(self.jobs) + 1)
         name = next((word.partition("=")[2] for word in command if word.startswith("--job-name=")), "")
         self.jobs[job_id] = JobInfo(job_id, Presence.PRESENT, "PENDING", (), "Priority", name)
+        self.starts_again[job_id] = Restarts("--no-requeue" not in command, 0)
         return job_id
 
     def set_state(self, job_id: str, state: str) -> None:
@@ -65,11 +76,24 @@ class FakeClient(Client):
         if job is not None and job.state not in FINAL_STATES and signal in self.on_signal:
             self.set_state(job_id, self.on_signal[signal])
 
+    def restarts(self, job_id: str) -> Restarts:
+        self._enter("restarts", job_id)
+        self._require(job_id)
+        return self.starts_again[job_id]
+
     def requeue(self, job_id: str) -> None:
         self._enter("requeue", job_id)
+        self._require(job_id)
+        if self.jobs[job_id].state == "PENDING":
+            raise SlurmError(f"scontrol: Job is pending execution for job {job_id}")
+        if not self.starts_again[job_id].allowed:
+            raise SlurmError(f"scontrol: Requested operation is presently disabled for job {job_id}")
+        self.set_state(job_id, "PENDING")
+        self.starts_again[job_id] = Restarts(True, self.starts_again[job_id].count + 1)
+
+    def _require(self, job_id: str) -> None:
         if job_id not in self.jobs:
             raise SlurmError(f"scontrol: Invalid job id specified {job_id}")
-        self.set_state(job_id, "PENDING")
 
     def nodes(self) -> list[NodeInfo]:
         self._enter("nodes")

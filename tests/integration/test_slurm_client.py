@@ -28,6 +28,12 @@ def test_tells_present_from_absent(client):
     slurm_contract.tells_present_from_absent(client, command, environ.for_sbatch(os.environ))
 
 
+def test_requeues_what_may_be(client):
+    command = ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 100"]
+    commands = [[*command[:1], option, *command[1:]] for option in ("--requeue", "--no-requeue")]
+    slurm_contract.requeues_what_may_be(client, commands, environ.for_sbatch(os.environ))
+
+
 def test_refuses_to_requeue_what_is_not_there(client):
     slurm_contract.refuses_to_requeue_what_is_not_there(client)
 

@@ -28,5 +28,12 @@ def test_tells_present_from_absent(pair):
     )
 
 
+def test_requeues_what_may_be(pair):
+    client, slurm = pair
+    slurm_contract.requeues_what_may_be(
+        client, [["sbatch", "--requeue"], ["sbatch", "--no-requeue"]], {}, lambda job: slurm.set_state(job, "RUNNING")
+    )
+
+
 def test_refuses_to_requeue_what_is_not_there(pair):
     slurm_contract.refuses_to_requeue_what_is_not_there(pair[0])
