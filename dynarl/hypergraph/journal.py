@@ -188,6 +188,25 @@ class Journal:
             raise JournalTaken(f"{self.path}: writer {other} has replaced this one, {self.owner}")
 
 
+def add_last_word(path: Path | str, type: str, **fields: Any) -> None:
+    """Write one record, durably, for a writer that is gone: as that one's own, so that it counts only if nobody has taken
+    the journal over since.
+    """
+    _check_fields(type, fields)
+    reader = Reader(path)
+    for _ in reader:
+        pass
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        tail_is_torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        record = {"seq": reader.seq + 1, "t": time.time(), "type": type, "owner": reader.owner, **fields}
+        os.write(fd, (b"\n" if tail_is_torn else b"") + encode(record))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class SimulatedJournal:
     """The records of a run on simulated time, for who else would have a `Journal`. keep: gets each line; the graph is
     all that stays here. clock: seconds.

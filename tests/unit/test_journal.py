@@ -193,3 +193,30 @@ def test_the_writer_has_the_graph_of_all_records_also_of_those_before_it(tmp_pat
     assert (second.graph.version, second.graph.iterations) == (graph.version, graph.iterations)
     assert second.graph.faults == graph.faults == []
     assert (second.graph.samples.tally().trained, graph.samples.tally().trained) == (1, 3)
+
+
+def test_a_last_word_counts_as_that_of_the_writer_that_is_gone(tmp_path):
+    path = tmp_path / "j"
+    fill(path, 2)
+    with path.open("ab") as file:
+        file.write(b'{"seq":4,"t":1')  # it died in the middle of a record
+    journal_module.add_last_word(path, "numbered", n=7)
+    assert payload(read(path)) == [0, 1, 7]
+    assert [r["seq"] for r in read(path)] == [1, 2, 3, 4]
+    fill(path, 1)
+    assert payload(read(path)) == [0, 1, 7, 0]
+
+
+def test_a_last_word_that_comes_after_the_next_writer_does_not_count(tmp_path, monkeypatch):
+    path = tmp_path / "j"
+    fill(path, 1)
+    whole_open = journal_module.os.open
+
+    def late(*arguments):
+        monkeypatch.setattr(journal_module.os, "open", whole_open)
+        fill(path, 1)
+        return whole_open(*arguments)
+
+    monkeypatch.setattr(journal_module.os, "open", late)
+    journal_module.add_last_word(path, "numbered", n=7)
+    assert payload(read(path)) == [0, 0]
