@@ -168,6 +168,8 @@ class Controller:
                     log.warning("the trainer starts again from the newest checkpoint: %s", error)
                     sound = False
         except StepLost as error:
+            # Before the way out, which takes time: an agent that was cut off sees from it that the run goes on without it.
+            self.journal.append("step_lost", reason=str(error), nodes=sorted(error.nodes))
             return error
         except (Cancelled, TimeLimitNear):
             await self._save(job)

@@ -362,7 +362,7 @@ _HANDLERS: dict[str, Callable[[Graph, Record], None]] = {
     "replanned": _replanned,
     # For the story of the run only: `dynarl explain` tells it.
     **dict.fromkeys(
-        ("decision_outcome", "epoch_refused", "worker_rebooted", "checkpoint_failed"),
+        ("decision_outcome", "epoch_refused", "worker_rebooted", "checkpoint_failed", "step_lost"),
         lambda graph, r: None,
     ),
 }

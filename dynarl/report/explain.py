@@ -154,6 +154,7 @@ class _Story:
         self._iteration: int | None = None
         self._attempts = self._steps = 0
         self._ended = ""
+        self._lost: str | None = None
         self._decision: Entry | None = None  # the last one that moves somebody
         self._decisions: dict[int, Entry] = {}
         self._epoch: Record | None = None
@@ -169,6 +170,7 @@ class _Story:
     def on_run_started(self, r: Record) -> None:
         self._attempts += 1
         self._steps = 0
+        self._lost = None
         self._started_t = r["t"] if self._started_t is None else self._started_t
         if self._attempts > 1:
             self._add("recovery", r, f"start {r.get('attempt') or self._attempts} of the controller", self._ended)
@@ -181,7 +183,10 @@ class _Story:
         self._steps += 1
         if self._steps > 1:
             nodes = hostlist.fold(list(r.get("nodes") or []))
-            self._add("recovery", r, f"the step was started again on {nodes}")
+            self._add("recovery", r, f"the step was started again on {nodes}", self._lost)
+
+    def on_step_lost(self, r: Record) -> None:
+        self._lost = r.get("reason")
 
     def on_iteration_started(self, r: Record) -> None:
         self._iteration = r["iteration"]

@@ -77,6 +77,7 @@ _TEXTS: dict[str, Callable[[Record], str | None]] = {
     "run_started": lambda r: (
         f"started: job {r.get('job_id')}, {len(r.get('nodes') or [])} nodes, attempt {r.get('attempt')}"
     ),
+    "step_lost": lambda r: f"the step is lost: {r.get('reason')}",
     "step_launched": lambda r: f"agents are up on {len(r.get('nodes') or [])} nodes",
     "epoch_committed": _epoch_committed,
     "warm_start_done": lambda r: f"warm start done: {r.get('steps')} steps, loss {_number(r.get('loss'))}",

@@ -152,13 +152,14 @@ def test_recoveries_explain_themselves():
     killed, back = ("worker_died", {**DEAD, "status": "killed"}), ("worker_up", {**DEAD, "attempt": 2})
     again = ("run_started", {"run": "r", "attempt": 2, "nodes": ["a"]})
     events = [hung, killed, back, ("resumed", {"iteration": 0, "checkpoint": None}), again,
-              ("step_launched", {"nodes": ["a", "b"]}), ("step_launched", {"nodes": ["b"]}),
+              ("step_launched", {"nodes": ["a", "b"]}),
+              ("step_lost", {"reason": "no sign of life from a for 20 s", "nodes": ["a"]}), ("step_launched", {"nodes": ["b"]}),
               ("checkpoint_failed", {"reason": "disk full"})]
     assert [(e.what, e.reason, e.came) for e in told(*events)] == [
         ("rollout worker 0 on a was ended by its agent", "no token for 30 s", "a new one is up after 2.0s"),
         ("the trainer went back to the beginning", "", "goes on with iteration 1"),
         ("start 2 of the controller", "the one before left without a word", ""),
-        ("the step was started again on b", "", ""),
+        ("the step was started again on b", "no sign of life from a for 20 s", ""),
         ("a checkpoint could not be written", "disk full", ""),
     ]
     ended = ("run_ended", {"state": "requeued", "reason": "time limit near", "exit_code": 75})
