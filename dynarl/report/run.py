@@ -96,7 +96,8 @@ def judge(graph: Graph, job_id: str | None, newer_job: bool, ask: Callable[[str]
     if not job.alive:
         return written if written.final else _gone(job, silence)
     if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"):
-        return State("requeued" if graph.attempt else "pending", f"Slurm: {job.state} ({job.detail})")
+        why = f"{written.reason}; " if written.name == "requeued" and written.reason else ""
+        return State("requeued" if graph.attempt else "pending", f"{why}Slurm: {job.state} ({job.detail})")
     return State("running", f"{silence}; Slurm: {job.state}")
 
 

@@ -128,6 +128,13 @@ def test_a_requeued_run_is_where_slurm_has_it(synthetic, slurm, state):
     assert state_of(synthetic, slurm, now=synthetic.t).name == state
 
 
+def test_a_run_that_waits_to_start_again_says_why(synthetic):
+    synthetic.start()
+    synthetic.end("requeued", "the controller on n1 has not answered for 60 s", 75)
+    found = state_of(synthetic, answer(PRESENT, "PENDING", "BeginTime"), now=synthetic.t)
+    assert found.reason == "the controller on n1 has not answered for 60 s; Slurm: PENDING (BeginTime)"
+
+
 @pytest.mark.parametrize(
     "slurm, state",
     [
