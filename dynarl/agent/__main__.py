@@ -96,6 +96,7 @@ def main() -> int:
     parser.add_argument("--attempt", required=True, type=int)
     parser.add_argument("--scratch")
     parser.add_argument("--staging", default="/dev/shm")
+    parser.add_argument("--max-requeues", type=int, default=0)
     parser.add_argument("--interface")
     parser.add_argument("--init-timeout-s", type=float, default=60.0)
     args = parser.parse_args()
@@ -107,15 +108,19 @@ def main() -> int:
     from mpi4py import MPI
 
     from dynarl import rundir
+    from dynarl.agent import orphan
     from dynarl.agent.agent import Agent
     from dynarl.agent.remapper import Remapper
+    from dynarl.slurm.cli_client import CliClient  # pyslurm must not be loaded beside MPI
 
+    watch = orphan.ControllerWatch(rundir.journal(args.run_dir))
     agent = Agent(
         node=node,
         home=os.environ["DYNARL_ROLE"],
         rank=world.Get_rank(),
         remapper=Remapper(world),
         controller=args.controller,
+        watch=watch,
         key_dir=rundir.keys(args.run_dir),
         log_dir=rundir.logs(args.run_dir, args.attempt),
         scratch=make_scratch(args.scratch, job, node),
@@ -136,6 +141,8 @@ def main() -> int:
         asyncio.run(serve())
     finally:
         agent.close()
+    if watch.gone:
+        orphan.settle(CliClient(), args.run_dir, node, args.max_requeues, watch, os.environ)
     # All agents are told to stop together, so this does not wait long; a lone one must not wait for the others for
     # ever.
     finalizer = threading.Timer(5.0, os._exit, [0])

@@ -24,6 +24,7 @@ import zmq.asyncio
 from dynarl import keys, wire
 from dynarl.agent import pulse
 from dynarl.agent.gate import Gate
+from dynarl.agent.orphan import SILENCE_S, ControllerWatch
 from dynarl.agent.remapper import Remapper
 from dynarl.agent.roles import Roles
 from dynarl.agent.state_moves import StateMoves
@@ -34,16 +35,13 @@ from dynarl.wire import ToolCall, Trajectory
 
 log = logging.getLogger(__name__)
 
-# The controller says something every 2 s; a silent one is gone, or the network to it is.
-CONTROLLER_SILENCE_S = 60.0
-
 
 class Agent:
     """State of one node. `links` are up after `start()`; `run()` returns when the controller says stop or falls silent.
     """
 
-    def __init__(self, *, node: str, home: str, rank: int, remapper: Remapper, controller: str, key_dir: Path,
-                 log_dir: Path, scratch: Path, staging: Path, host: str, mpi_library: str, world_size: int):
+    def __init__(self, *, node: str, home: str, rank: int, remapper: Remapper, controller: str, watch: ControllerWatch,
+                 key_dir: Path, log_dir: Path, scratch: Path, staging: Path, host: str, mpi_library: str, world_size: int):
         self.node, self.home, self.rank, self.remapper = node, home, rank, remapper
         self._scratch, self._log_dir = scratch, log_dir
         gate = Gate()
@@ -51,7 +49,7 @@ class Agent:
         self.roles = Roles(self, self.work, gate, staging, home)
         self.state_moves = StateMoves(self, self.roles)
         self.start_settings: dict[str, dict[str, Any]] = {}  # role -> how its workers are started
-        self._last_heard = time.monotonic()
+        self._controller_watch = watch
         self._stop = asyncio.Event()
         self.context = zmq.asyncio.Context()
         self.keys = keys.load(key_dir, "agent")
@@ -118,9 +116,8 @@ class Agent:
         return self._stop.is_set()
 
     async def _watch_controller(self) -> None:
-        while (silence := time.monotonic() - self._last_heard) < CONTROLLER_SILENCE_S:
-            await asyncio.sleep(CONTROLLER_SILENCE_S - silence)
-        log.error("nothing heard from the controller for %.0f s: it is gone, so this agent ends", silence)
+        await self._controller_watch.until_gone()
+        log.error("nothing heard from the controller for %.0f s: this agent ends", SILENCE_S)
 
     async def _watch_workers(self) -> None:
         """End workers that hang. Their deaths are reported like any other."""
@@ -159,7 +156,7 @@ class Agent:
     # --- orders: life
 
     def event_heartbeat(self, peer: str) -> None:
-        self._last_heard = time.monotonic()
+        self._controller_watch.heard()
         self.controller.spawn(self.controller.beat("", "alive"))
 
     async def on_stop(self, peer: str) -> None:

@@ -78,6 +78,8 @@ def agent_command(
         str(attempt),
         "--staging",
         config.cluster.staging,
+        "--max-requeues",
+        str(config.cluster.max_requeues if config.cluster.requeue else 0),
         *(part for name, value in optional if value for part in (name, value)),
     )
 

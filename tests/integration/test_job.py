@@ -147,6 +147,31 @@ def test_a_lost_node_costs_the_step_and_not_the_job(minislurm, runs):
     job.cluster.run(["scancel", job.job_id])
 
 
+def test_a_lost_first_node_brings_the_job_back_to_the_queue_and_it_goes_on(minislurm, runs):
+    """With the controller on it. Slurm leaves such a job RUNNING; the agents ask for the requeue after a minute."""
+    cluster = minislurm(nodes=4)
+    job = JobRun.submit(cluster, runs, *LONG, "cluster.nodes=3", "split.rollout=2", "checkpoint.every=1", "policy.dwell_s=0.0")
+    job.until(lambda: len(job.records("checkpoint_saved")) >= 2, 120, "two checkpoints")
+    cluster.fail_node("n1")
+    assert cluster.job(job.job_id)["JobState"] == "RUNNING"
+    ended = job.until(lambda: job.records("run_ended"), 120, "an agent has the job requeued")[0]
+    assert (ended["state"], ended["exit_code"]) == ("requeued", 75)
+    asked = f"the controller on n1 has not answered for 60 s: {{}}asked Slurm to requeue job {job.job_id}"
+    assert ended["reason"] in [asked.format(f"{node} ") for node in ("n2", "n3")]
+    logs = [path.read_text() for path in rundir.logs(job.run, 1).glob("n[23]-agent.log")]
+    assert sum(asked.format("") in text for text in logs) == 1, "one of them asks with success"
+    job.until(lambda: len(job.records("run_started")) == 2, 120, "the second start")
+    assert job.records("run_started")[1]["nodes"] == ["n2", "n3", "n4"]
+    resumed = job.until(lambda: job.records("resumed"), 60, "the second start has resumed")[0]
+    assert resumed["iteration"] >= 2
+    again = job.until(lambda: [r for r in job.records("step_committed") if r["seq"] > resumed["seq"]], 120, "a step after the loss")
+    assert again[0]["iteration"] == resumed["iteration"] + 1
+    (job.run / "control" / "cancel").touch()
+    assert job.wait(60)["state"] == "cancelled", job.story()
+    assert accounting(job)["doubled"] == 0 and accounting(job)["lost"] == 0
+    assert gone(job.cluster) == {}
+
+
 def test_agents_sleep_when_there_is_nothing_to_do(minislurm, runs):
     """A few wake-ups a second while no worker answers. What one costs in CPU time is the machine's affair."""
     patient = "task.verify_timeout_s=600", "failure.hang_s={environment: 600}"

@@ -16,6 +16,7 @@ mpi4py.rc.initialize = False  # imported for the agent, not used
 
 from dynarl import keys  # noqa: E402
 from dynarl.agent.agent import Agent  # noqa: E402
+from dynarl.agent.orphan import ControllerWatch  # noqa: E402
 from dynarl.rpc import Link  # noqa: E402
 from dynarl.wire import CallError, Trajectory  # noqa: E402
 
@@ -51,9 +52,9 @@ class Desk:
         self.python = directory / "python"
         self.python.write_text(f'#!/bin/sh\nexec {sys.executable} {TESTS}/pretend_worker.py "$@"\n')
         self.python.chmod(0o755)
-        self.agent = Agent(node="n1", home=home, rank=0, remapper=NoMPI(), controller=f"tcp://127.0.0.1:{port}", key_dir=directory / "keys",
-                           log_dir=directory / "logs", scratch=directory, staging=directory / "staging", host="127.0.0.1", mpi_library="",
-                           world_size=1)
+        self.agent = Agent(node="n1", home=home, rank=0, remapper=NoMPI(), controller=f"tcp://127.0.0.1:{port}",
+                           watch=ControllerWatch(directory / "journal.jsonl"), key_dir=directory / "keys", log_dir=directory / "logs",
+                           scratch=directory, staging=directory / "staging", host="127.0.0.1", mpi_library="", world_size=1)
         self.agent.start()
         self.running = asyncio.create_task(self.agent.run())
 

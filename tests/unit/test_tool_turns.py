@@ -13,6 +13,7 @@ from tool_task import Waiting  # noqa: E402
 
 from dynarl import wire  # noqa: E402
 from dynarl.agent.agent import Agent  # noqa: E402
+from dynarl.agent.orphan import ControllerWatch  # noqa: E402
 from dynarl.tasks import tokenizer  # noqa: E402
 
 CODEC = tokenizer.build(Waiting({"log": ""}, 1).symbols())
@@ -72,6 +73,7 @@ class Scene:
             rank=1,
             remapper=NoMPI(),
             controller=first._controller_address,
+            watch=ControllerWatch(self.directory / "journal.jsonl"),
             key_dir=self.directory / "keys",
             log_dir=self.directory / "logs",
             scratch=scratch,
