@@ -190,12 +190,14 @@ class Journal:
 
 def add_last_word(path: Path | str, type: str, **fields: Any) -> None:
     """Write one record, durably, for a writer that is gone: as that one's own, so that it counts only if nobody has taken
-    the journal over since.
+    the journal over since. Nothing where one of that type is the last already.
     """
     _check_fields(type, fields)
-    reader = Reader(path)
-    for _ in reader:
-        pass
+    reader, last = Reader(path), ""
+    for record in reader:
+        last = record["type"]
+    if last == type:
+        return
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size

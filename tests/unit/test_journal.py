@@ -200,11 +200,18 @@ def test_a_last_word_counts_as_that_of_the_writer_that_is_gone(tmp_path):
     fill(path, 2)
     with path.open("ab") as file:
         file.write(b'{"seq":4,"t":1')  # it died in the middle of a record
-    journal_module.add_last_word(path, "numbered", n=7)
-    assert payload(read(path)) == [0, 1, 7]
+    journal_module.add_last_word(path, "last", n=7)
+    assert payload(read(path)) == [0, 1] and list(read(path))[-1]["n"] == 7
     assert [r["seq"] for r in read(path)] == [1, 2, 3, 4]
     fill(path, 1)
-    assert payload(read(path)) == [0, 1, 7, 0]
+    assert payload(read(path)) == [0, 1, 0]
+
+
+def test_only_one_gives_the_last_word(tmp_path):
+    fill(tmp_path / "j", 1)
+    for code in (1, 2):
+        journal_module.add_last_word(tmp_path / "j", "ended", code=code)
+    assert [r.get("code") for r in read(tmp_path / "j")] == [None, None, 1]
 
 
 def test_a_last_word_that_comes_after_the_next_writer_does_not_count(tmp_path, monkeypatch):
@@ -218,5 +225,5 @@ def test_a_last_word_that_comes_after_the_next_writer_does_not_count(tmp_path, m
         return whole_open(*arguments)
 
     monkeypatch.setattr(journal_module.os, "open", late)
-    journal_module.add_last_word(path, "numbered", n=7)
-    assert payload(read(path)) == [0, 0]
+    journal_module.add_last_word(path, "last", n=7)
+    assert payload(read(path)) == [0, 0] and "last" not in [r["type"] for r in read(path)]
