@@ -23,7 +23,8 @@ LOOK_S = 5.0
 # By then a dead controller has written its last record, and a living one has not yet noticed that this agent is cut off
 # (fleet.AGENT_SILENCE_S).
 MARK_S = 10.0
-EXIT_REQUEUED = 75
+# As those of the controller.
+EXIT_CODES = {"requeued": 75, "failed": 1, "cancelled": 0}
 
 
 class ControllerWatch:
@@ -70,7 +71,8 @@ def settle(
     Slurm then ends this process, but KillWait after a TERM; until then the journal can be written.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lost = orphan.Orphan(env["SLURM_JOB_ID"], node, int(env.get("SLURM_RESTART_COUNT") or 0), max_requeues)
+    restarts, cancel_asked = int(env.get("SLURM_RESTART_COUNT") or 0), "cancel" in os.listdir(run / "control")
+    lost = orphan.Orphan(env["SLURM_JOB_ID"], node, restarts, max_requeues, cancel_asked)
     listed = hostlist.expand(env.get("SLURM_JOB_NODELIST", ""))
     gone = f"the controller{f' on {listed[0]}' if listed else ''} has not answered for {SILENCE_S:.0f} s"
     try:
@@ -80,7 +82,7 @@ def settle(
         return
     log.error("%s: %s", gone, outcome.text)
     if outcome.state is not None:
-        reason, code = f"{gone}: {node} {outcome.text}", EXIT_REQUEUED if outcome.state == "requeued" else 1
+        reason, code = f"{gone}: {node} {outcome.text}", EXIT_CODES[outcome.state]
         try:
             journal.add_last_word(rundir.journal(run), "run_ended", state=outcome.state, reason=reason, exit_code=code)
         except OSError as error:

@@ -58,7 +58,13 @@ class Cluster(Section):
     partition: Annotated[str | None, doc("partition of the job; default: Slurm's")] = None
     account: Annotated[str | None, doc("account that pays for the job")] = None
     qos: Annotated[str | None, doc("quality of service")] = None
-    requeue: Annotated[bool, doc("ask Slurm to requeue the job at the time limit and go on from the checkpoint")] = True
+    requeue: Annotated[
+        bool,
+        doc(
+            "ask Slurm to requeue the job at the time limit, or when the controller is lost with its node, and go on "
+            "from the checkpoint"
+        ),
+    ] = True
     max_requeues: Annotated[Count, doc("restarts of one job before it is given up")] = 20
     mpi: Annotated[str, doc("srun --mpi plugin")] = "pmix"
     sbatch_args: Annotated[list[str], doc("further sbatch options, one per item")] = []

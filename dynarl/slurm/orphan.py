@@ -25,18 +25,21 @@ PAUSE_S = 30.0
 @dataclass(frozen=True)
 class Orphan:
     """The job as one of its agents knows it: its own node, and how often the job had been started again before this
-    start. max_requeues: 0 where it must not be started again.
+    start. max_requeues: 0 where it must not be started again. cancel_asked: the user wants its end.
     """
 
     job_id: str
     node: str
     restarts: int
     max_requeues: int
+    cancel_asked: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`state`: requeued, or failed for a job that was cancelled; None where nothing was to be done."""
+    """How the run stands. `state`: requeued; cancelled by the user or failed, with the job ended; None where nothing was
+    to be done.
+    """
 
     state: str | None
     text: str
@@ -72,7 +75,9 @@ def _ask(client: Client, orphan: Orphan, runs_on: Callable[[], bool]) -> Outcome
     found = client.restarts(job_id)
     if found.count != orphan.restarts:
         return Outcome(None, f"job {job_id} has been started again")
-    if not found.allowed or not orphan.max_requeues:
+    if orphan.cancel_asked:
+        why = "a cancel was asked for"
+    elif not found.allowed or not orphan.max_requeues:
         why = "it is not to be requeued"
     elif orphan.restarts >= orphan.max_requeues:
         why = f"it was requeued {orphan.restarts} times (cluster.max_requeues)"
@@ -87,7 +92,7 @@ def _ask(client: Client, orphan: Orphan, runs_on: Callable[[], bool]) -> Outcome
                 return Outcome(None, already)
             why = str(error)
     client.cancel(job_id)
-    return Outcome("failed", f"cancelled job {job_id}, since {why}")
+    return Outcome("cancelled" if orphan.cancel_asked else "failed", f"cancelled job {job_id}, since {why}")
 
 
 def _needs_nothing(client: Client, orphan: Orphan) -> str:

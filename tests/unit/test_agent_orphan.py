@@ -17,6 +17,7 @@ from dynarl.slurm.fake import FakeClient
 @pytest.fixture
 def run(tmp_path):
     run = rundir.create(tmp_path, "demo")
+    (run / "control").mkdir()
     journal = Journal(rundir.journal(run))
     journal.append("run_started", run=run.name, config={}, nodes=["n1", "n2"], job_id="1", attempt=1)
     journal.close()
@@ -94,6 +95,13 @@ def test_log_and_journal_tell_that_the_job_was_requeued(run, monkeypatch, caplog
     ended = fold(read(rundir.journal(run))).ended
     assert (ended["state"], ended["exit_code"]) == ("requeued", 75)
     assert ended["reason"] == "the controller on n1 has not answered for 60 s: n2 asked Slurm to requeue job 1"
+
+
+def test_a_run_whose_cancel_was_on_its_way_is_cancelled(run, monkeypatch):
+    (run / "control" / "cancel").touch()
+    assert settle(run, monkeypatch).jobs["1"].state == "CANCELLED"
+    ended = fold(read(rundir.journal(run))).ended
+    assert (ended["state"], ended["exit_code"]) == ("cancelled", 0)
 
 
 def test_a_job_that_is_not_to_start_again_has_failed(run, monkeypatch):

@@ -19,9 +19,12 @@ def job(*options, restarts=0, **settings):
     return slurm
 
 
-def ask(slurm, node="n2", restarts=0, max_requeues=20, runs_on=False, pauses=None):
+def ask(slurm, node="n2", restarts=0, max_requeues=20, cancel_asked=False, runs_on=False, pauses=None):
     return settle(
-        slurm, Orphan("1", node, restarts, max_requeues), lambda: runs_on, ([] if pauses is None else pauses).append
+        slurm,
+        Orphan("1", node, restarts, max_requeues, cancel_asked),
+        lambda: runs_on,
+        ([] if pauses is None else pauses).append,
     )
 
 
@@ -63,6 +66,11 @@ def test_a_job_that_may_not_start_again_is_cancelled(options, restarts, max_requ
     outcome = ask(slurm, restarts=restarts, max_requeues=max_requeues)
     assert (outcome.state, slurm.jobs["1"].state, actions(slurm)) == ("failed", "CANCELLED", ["cancel"])
     assert outcome.text == f"cancelled job 1, since {why}".replace("\\", "")
+
+
+def test_a_job_that_the_user_wants_to_end_is_not_brought_back():
+    slurm = job()
+    assert ask(slurm, cancel_asked=True).state == "cancelled" and actions(slurm) == ["cancel"]
 
 
 def test_a_job_that_slurm_does_not_requeue_is_cancelled():
