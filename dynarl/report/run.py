@@ -95,7 +95,9 @@ def judge(graph: Graph, job_id: str | None, newer_job: bool, ask: Callable[[str]
         return State("unknown", f"{silence}; Slurm does not say how job {job_id} is: {job.detail}")
     if not job.alive:
         return written if written.final else _gone(job, silence)
-    if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"):
+    # COMPLETING: until Slurm has given up a node that does not answer (SlurmdTimeout, 300 s by default).
+    waits = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+    if job.state in waits or (written.name, job.state) == ("requeued", "COMPLETING"):
         why = f"{written.reason}; " if written.name == "requeued" and written.reason else ""
         return State("requeued" if graph.attempt else "pending", f"{why}Slurm: {job.state} ({job.detail})")
     return State("running", f"{silence}; Slurm: {job.state}")

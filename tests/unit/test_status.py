@@ -116,6 +116,7 @@ def test_while_the_journal_is_fresh_or_has_ended_slurm_is_not_asked(synthetic):
 @pytest.mark.parametrize(
     "slurm, state",
     [
+        (answer(PRESENT, "COMPLETING"), "requeued"),
         (answer(PRESENT, "PENDING"), "requeued"),
         (answer(PRESENT, "RUNNING"), "running"),
         (answer(ABSENT), "lost"),
