@@ -37,7 +37,7 @@ def test_a_device_of_ones_own_is_given_by_its_path(tmp_path):
     [
         ("inter_bytes_per_s: 0", "inter_bytes_per_s = 0 must be above 0"),
         ("efficiency: {memory: 1.2}", "memory = 1.2 is a share"),
-        ("speed: 1", "unknown field `speed`"),
+        ("speed: 1", "unknown key speed"),
         ("flops: fast", "float"),
     ],
 )
