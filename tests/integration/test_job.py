@@ -147,6 +147,7 @@ def test_a_lost_node_costs_the_step_and_not_the_job(minislurm, runs):
     job.cluster.run(["scancel", job.job_id])
 
 
+@pytest.mark.slow
 def test_a_lost_first_node_brings_the_job_back_to_the_queue_and_it_goes_on(minislurm, runs):
     """With the controller on it. Slurm leaves such a job RUNNING; the agents ask for the requeue after a minute."""
     cluster = minislurm(nodes=4)
