@@ -158,7 +158,7 @@ def test_a_file_that_is_no_models_config_is_named(tmp_path, content, reason):
 
 def test_more_ranks_than_can_be_planned_are_refused_at_once():
     done = run("vps", "plan", "--model", "smollm2-135m", "--from", "dp=100000", "--to", "dp=8")
-    assert done.exit_code == 3 and "100000 ranks is more than the 16384" in done.stderr
+    assert done.exit_code == 3 and "100000 ranks is more than the 4096" in done.stderr
 
 
 def test_a_terminal_shows_that_a_plan_is_under_way_and_nothing_else_does(monkeypatch):
