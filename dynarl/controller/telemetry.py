@@ -110,21 +110,27 @@ class Monitor:
         kv_total_tokens: int | None = None,
         lengths: Sequence[int] = (),
         prefill_tokens: int = 0,
+        made_s: float | None = None,
         **_: Any,
     ) -> None:
-        """Load of one rollout worker, a few times a second; lengths: tokens sampled so far of (some of) its requests."""
+        """Load of one rollout worker, a few times a second; lengths: tokens sampled so far of (some of) its requests;
+        made_s: seconds on the worker's own clock, None: it was made now. On the way reports catch up with each other.
+        """
         now, last = self.clock(), self._workers[node].get(worker)
-        if last and last["running"] and running and tokens > last["tokens"] and now - last["at"] < self._figures_gap_s:
+        made_s = now if made_s is None else made_s
+        elapsed_s = made_s - last["made_s"] if last else 0.0
+        if last and last["running"] and running and tokens > last["tokens"] and 0 < elapsed_s < self._figures_gap_s:
             mean = 0.5 * (running + last["running"])
-            step_s = (now - last["at"]) * mean / (tokens - last["tokens"])
+            step_s = elapsed_s * mean / (tokens - last["tokens"])
             devices = self._config.cluster.devices_per_node
             if prefill_tokens - last["prefilled"] <= tokens - last["tokens"]:  # else requests have moved there
                 self.costs.step.observe(mean * devices, step_s, 0.5 * (kv_used_tokens + last["kv"]) * devices)
-            self.trace.decoded(mean, tokens - last["tokens"], prefill_tokens - last["prefilled"], now - last["at"])
+            self.trace.decoded(mean, tokens - last["tokens"], prefill_tokens - last["prefilled"], elapsed_s)
             self._rates[node] = mean / step_s
         self.trace.kv_tokens = max(self.trace.kv_tokens, kv_total_tokens or 0)
         self._workers[node][worker] = {
             "at": now,
+            "made_s": made_s,
             "running": running,
             "waiting": waiting,
             "tokens": tokens,

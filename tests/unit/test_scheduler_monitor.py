@@ -73,6 +73,17 @@ def test_the_memory_of_a_node_counts_for_those_that_it_may_queue_too(clock):
     assert learning.kv_tokens() == 40_000
 
 
+def test_reports_that_catch_up_with_each_other_on_the_way_tell_the_time_that_the_worker_had(clock):
+    """One comes 0.5 s late, the next right behind it."""
+    learning = monitor(clock)
+    report = {"worker": "n1-rollout-0", "running": 4, "waiting": 0, "kv_used_tokens": 10}
+    for arrived, made_s, tokens in ((0.0, 7.0, 0), (1.0, 7.5, 100), (0.001, 8.0, 200)):
+        clock.now += arrived
+        learning.figures("n1", tokens=tokens, made_s=made_s, **report)
+    (steps,) = learning.trace._decode.values()
+    assert steps == pytest.approx([50, 200, 0, 1.0])  # 0.02 s for each
+
+
 def test_step_times_come_from_tokens_between_figures(clock):
     learning = monitor(clock)
     for running, step_s in ((1, 0.025), (8, 0.05), (1, 0.025), (8, 0.05)):

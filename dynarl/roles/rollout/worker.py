@@ -26,7 +26,7 @@ RATE_SPAN_S = 1.0
 
 class RolloutWorker(Worker):
     """Events: finished (one per answer), figures (at most 4 per second while busy, fewer the more workers there are, and
-    one when the last answer is out), parts (once a second: what was sampled for the answers that go on).
+    one when the last answer is out; made_s: when, by this worker's clock), parts (once a second: what was sampled for the answers that go on).
     """
 
     role = "rollout"
@@ -55,7 +55,7 @@ class RolloutWorker(Worker):
             self._figures_sent = now
             figures = engine.figures()
             self._measure(now, figures.tokens)
-            self.emit("figures", **msgspec.to_builtins(figures))
+            self.emit("figures", made_s=now, **msgspec.to_builtins(figures))
         return busy
 
     def do_load(self, model_dir: str, version: int, config: dict[str, Any] | None = None) -> None:
