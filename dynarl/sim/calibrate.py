@@ -38,6 +38,8 @@ FIGURES_S = 0.25
 # Where fewer tokens are prefilled, as a share of those that are decoded, their time is lost in that of the others. A token
 # is then taken to be prefilled as fast as a further request is decoded.
 TELLING = 0.2
+# Fits of the decode step, each with the weights that the one before tells.
+REWEIGHTED = 3
 POLICIES = ("static", "colocated", "threshold", "adaptive")
 
 
@@ -161,11 +163,15 @@ def _decode(lines: Sequence[Line], constants: list[Constant]) -> StepModel:
     rows = rows[rows[:, 3] > 0]
     if not len(rows):
         raise NoTrace("no engine reported its load while it decoded: the iterations were too short to fit a step time to")
-    # Sums of many intervals: their variance grows with their length.
-    weight = 1.0 / np.sqrt(rows[:, 3])
     prefills = rows[:, 2].sum() >= TELLING * rows[:, 1].sum()
-    features = rows[:, : 3 if prefills else 2] * weight[:, None]
-    values, errors = _least_squares(features, rows[:, 3] * weight)
+    features = rows[:, : 3 if prefills else 2]
+    # Sums of many intervals: their variance grows with the time that they should have taken. Weights by the time that they
+    # did take would favour those that chance made short.
+    expected_s = rows[:, 0]
+    for _ in range(REWEIGHTED):
+        weight = 1.0 / np.sqrt(expected_s)
+        values, errors = _least_squares(features * weight[:, None], rows[:, 3] * weight)
+        expected_s = np.maximum(features @ values, 1e-9)
     for name, value, error in zip(("fixed", "per_request", "prefill_token"), values, errors):
         constants.append(Constant(f"decode/{name}", value, "s", error))
     fixed_s, per_request_s, *prefill_s = values

@@ -94,6 +94,12 @@ def test_a_run_on_more_nodes_has_the_same_parts_of_them(tmp_path):
         calibrate.recorded(path, 9, Split(rollout=4, inference=3, training=1))
 
 
+def test_a_row_that_chance_made_short_does_not_outweigh_the_others():
+    rows = [(n, 100, 100 * n, 0, 100 * (0.01 + 0.001 * n)) for n in (2, 4, 8, 16, 32)]
+    found = calibrate.fit([line_with(decode=[*rows, (12, 5, 60, 0, 1e-4)])])
+    assert found.step.fixed_s + 16 * found.step.per_request_s == pytest.approx(0.026, rel=0.1)
+
+
 def test_what_would_be_negative_is_left_out():
     found = calibrate.fit([line_with(decode=[(n, 10, 10 * n, 0, 10 * (0.01 - 1e-5 * n)) for n in (1, 2, 5, 9)])])
     assert found.step.per_request_s == 0.0 and found.step.fixed_s == pytest.approx(0.01, rel=0.01)
