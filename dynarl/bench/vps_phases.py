@@ -19,7 +19,6 @@ import resource
 import statistics
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -27,9 +26,8 @@ import torch.distributed as dist
 
 from dynarl.bench.vps_live import DESTINATION, MODEL, RANKS, ROUNDS, SOURCE, TUNING
 from dynarl.bench.vps_mail import Mail
-from dynarl.bench.vps_weights import write_model
+from dynarl.bench.vps_weights import megatron_world
 from dynarl.config.schema import Config, Model
-from dynarl.roles.training import megatron_cpu, torch_world
 from dynarl.roles.training.shard import MOMENTS
 from dynarl.roles.training.state import Bound
 from dynarl.roles.training.trainer import Trainer
@@ -66,15 +64,7 @@ class Meter:
 
 
 def main(rank: int, work: Path) -> None:
-    warnings.filterwarnings("ignore")
-    megatron_cpu.install()
-    store = dist.FileStore(str(work / "store"), RANKS)
-    model_dir = work / "model"
-    if rank == 0:
-        write_model(model_dir)
-        store.set("written", "yes")
-    store.get("written")
-    world = torch_world.World(store, "bench", rank, torch_world.compute_device("cpu"), 600.0)
+    world, model_dir = megatron_world(rank, work)
     group = world.group(range(RANKS))
     trainer = Trainer(Config(model=Model(dtype="bfloat16")), str(model_dir), world, SOURCE, owner=True)
     for kind in MOMENTS:

@@ -92,7 +92,8 @@ def write_model(directory: Path) -> None:
     model.complete()
 
 
-def main(rank: int, work: Path) -> None:
+def megatron_world(rank: int, work: Path) -> tuple[torch_world.World, Path]:
+    """The world of all ranks, and the directory of a model that is written in it once."""
     warnings.filterwarnings("ignore")
     megatron_cpu.install()
     store = dist.FileStore(str(work / "store"), RANKS)
@@ -101,8 +102,11 @@ def main(rank: int, work: Path) -> None:
         write_model(model_dir)
         store.set("written", "yes")
     store.get("written")
-    device = torch_world.compute_device("cpu")
-    world = torch_world.World(store, "bench", rank, device, 600.0)
+    return torch_world.World(store, "bench", rank, torch_world.compute_device("cpu"), 600.0), model_dir
+
+
+def main(rank: int, work: Path) -> None:
+    world, model_dir = megatron_world(rank, work)
     group = world.group(range(RANKS))
     trainer = Trainer(Config(model=Model(dtype="bfloat16")), str(model_dir), world, SOURCE, owner=True)
     trainer.connect("next", SOURCE, DESTINATION)
@@ -120,7 +124,7 @@ def main(rank: int, work: Path) -> None:
     refit = Refit(source.model, target.model, group)
     ways: dict[str, Callable[[], Any]] = {
         "mailbox": mail.run,
-        "gloo": lambda: execute(plan, state, rank, group, {r: r for r in range(RANKS)}, device),
+        "gloo": lambda: execute(plan, state, rank, group, {r: r for r in range(RANKS)}, world.device),
         "megatron": refit.run,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -274,12 +274,17 @@ def test_every_request_has_one_place_or_waits_and_no_limit_is_broken(asked, mach
     assert route(requests, instances) == (assigned, waiting)  # and the same again
 
 
+def busy(asked, machines) -> list[Instance]:
+    """Instances that have the requests already, in turn."""
+    requests = [Request(f"{g}:{i}", str(g), prefix, left) for i, (g, left, prefix, *_) in enumerate(asked)]
+    return [Instance(f"n{i}", most, requests[i::len(machines)][:most], 0.001 + fixed, each, prefill)
+            for i, (most, fixed, each, prefill, _) in enumerate(machines)]
+
+
 @settings(deadline=None)
 @given(requests_strategy, instances_strategy, st.floats(0, 5))
 def test_moves_go_to_where_there_is_room(asked, machines, move_s):
-    requests = [Request(f"{g}:{i}", str(g), prefix, left) for i, (g, left, prefix, *_) in enumerate(asked)]
-    instances = [Instance(f"n{i}", most, requests[i::len(machines)][:most], 0.001 + fixed, each, prefill)
-                 for i, (most, fixed, each, prefill, _) in enumerate(machines)]
+    instances = busy(asked, machines)
     number = {i.name: len(i.running) for i in instances}
     for move in rebalance(instances, move_s=move_s, most=100):
         assert move.source != move.target and move.gain_s >= PAYBACK * move_s
@@ -291,9 +296,7 @@ def test_moves_go_to_where_there_is_room(asked, machines, move_s):
 @settings(deadline=None)
 @given(requests_strategy, instances_strategy, st.floats(0, 5))
 def test_where_no_request_may_move_none_does(asked, machines, move_s):
-    requests = [Request(f"{g}:{i}", str(g), prefix, left) for i, (g, left, prefix, *_) in enumerate(asked)]
-    instances = [Instance(f"n{i}", most, requests[i::len(machines)][:most], 0.001 + fixed, each, prefill)
-                 for i, (most, fixed, each, prefill, _) in enumerate(machines)]
+    instances = busy(asked, machines)
     outlines = [
         Outline(len(i.running), max((r.remaining for r in i.running), default=0.0),
                 min((r.prefix for r in i.running), default=0.0), i.fixed_s, i.per_request_s, i.prefill_s)
