@@ -1,8 +1,12 @@
 """Prompts and rewards on one node: the environment worker, behind a time limit.
 
 A verifier can loop for ever on one answer, and nothing inside its process can be trusted to stop it. So it runs in a
-process of its own, one question at a time; when the time is up the process is killed, the answer scores 0 and is
-counted, and a fresh process takes the next question.
+process of its own; when the time is up the process is killed, the answer scores 0 and is counted, and a fresh process
+takes the next question.
+
+Answers that wait are asked about together: on a node whose CPU is busy decoding, every question costs some turns of
+the processor, however short the verdict. The time limit is one answer's all the same: when a batch takes longer, or the
+process dies of it, its answers are asked about one by one.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any, Awaitable, Callable
 
@@ -19,6 +24,9 @@ log = logging.getLogger(__name__)
 
 # An answer at which the process died may not be to blame. One at which it died twice is.
 ATTEMPTS = 2
+# Answers in a batch at most. A batch that takes more than this part of one answer's time limit makes the next smaller.
+MOST_TOGETHER = 64
+LONG = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,12 @@ class Verdict:
 
 
 NO_VERDICT = Verdict(0.0, False, timed_out=True)
+
+
+@dataclass(eq=False)
+class _Answer:
+    question: dict[str, Any]  # arguments of `EnvironmentWorker.do_score`
+    verdict: Verdict | None = None
 
 
 class Seat:
@@ -83,6 +97,8 @@ class Verifier(Seat):
     def __init__(self, call: Callable[..., Awaitable[Any]], restart: Callable[[], Awaitable[None]], timeout_s: float):
         super().__init__(call, restart, timeout_s)
         self._prompts: dict[tuple[str, int], bytes] = {}
+        self._unjudged: list[_Answer] = []
+        self._together = 1
 
     async def prompts(self, split: str, indices: list[int]) -> dict[int, bytes]:
         """Token ids (int32 bytes) of these prompts, asked for once each."""
@@ -97,21 +113,55 @@ class Verifier(Seat):
 
     async def score(self, sample: str, split: str, index: int, response: bytes) -> Verdict:
         """The verdict on one answer; reward 0 when the verifier comes to none in time, fails, or dies of it twice."""
-        async with self._turn:
+        answer = _Answer({"sample": sample, "split": split, "index": index, "response": response})
+        self._unjudged.append(answer)
+        try:
+            async with self._turn:  # turns come in the order of `_unjudged`
+                if answer.verdict is None:
+                    await self._judge_first()
+        finally:
+            self._unjudged.remove(answer)
+        return answer.verdict
+
+    async def _judge_first(self) -> None:
+        """Verdicts on the answers that have waited longest: twice as many as the last time while that goes quickly."""
+        batch = [answer for answer in self._unjudged if answer.verdict is None][: self._together]
+        started = time.monotonic()
+        if len(batch) > 1:
+            await self._ask(batch)
+        for answer in batch:
             for _ in range(ATTEMPTS):
-                try:
-                    await self._be_ready()
-                    answer = await self._call(
-                        "score", timeout_s=self._timeout_s, sample=sample, split=split, index=index, response=response)
-                    return Verdict(float(answer["reward"]), bool(answer["correct"]))
-                except TimeoutError:
-                    await self._end()
-                    return NO_VERDICT
-                except CallError as error:
-                    log.warning("no verdict on %s: %s", sample, error)
-                    if not self._gone:
-                        return NO_VERDICT
+                if answer.verdict is None:
+                    await self._ask([answer])
+            answer.verdict = answer.verdict or NO_VERDICT
+        quick = time.monotonic() - started < LONG * self._timeout_s
+        self._together = min(2 * self._together, MOST_TOGETHER) if quick else max(1, self._together // 2)
+
+    async def _ask(self, batch: list[_Answer]) -> None:
+        """Ask for verdicts. An answer that may not be to blame for what went wrong gets none yet."""
+        try:
+            await self._be_ready()
+            answers = [answer.question for answer in batch]
+            judged = await self._call("score", timeout_s=self._timeout_s, answers=answers)
+        except TimeoutError:
+            await self._end()
+            if len(batch) == 1:
+                batch[0].verdict = NO_VERDICT
+        except CallError as error:
+            log.warning("no verdict on %s: %s", ", ".join(answer.question["sample"] for answer in batch), error)
+            if not self._gone:
+                for answer in batch:
+                    answer.verdict = NO_VERDICT
+        else:
+            for answer, given in zip(batch, judged, strict=True):
+                answer.verdict = self._verdict(given)
+
+    @staticmethod
+    def _verdict(given: dict[str, Any]) -> Verdict:
+        if "error" in given:
+            log.warning("no verdict on %s: %s", given["sample"], given["error"])
             return NO_VERDICT
+        return Verdict(float(given["reward"]), bool(given["correct"]))
 
     async def demonstrations(self, start: int, count: int) -> list[dict]:
         async with self._turn:

@@ -71,6 +71,12 @@ def right_answer(codec: tokenizer.Codec, text: str) -> bytes:
     return wire.pack_ids([*codec.encode(f"{MARKER}{value}"), codec.eos_id])
 
 
+def score(client, responses: dict[str, bytes], **limit) -> list[dict]:
+    answers = [{"sample": sample, "split": "train", "index": wire.prompt_of(sample), "response": response}
+               for sample, response in responses.items()]
+    return client.call("score", answers=answers, **limit)
+
+
 def test_prompts_scores_and_demonstrations_agree(client, tmp_path):
     opened = client.call("open", task=TASK, seed=1, tokenizer_dir=None)
     client.call("save_tokenizer", dir=str(tmp_path / "tok"))
@@ -82,12 +88,10 @@ def test_prompts_scores_and_demonstrations_agree(client, tmp_path):
     for prompt in prompts:
         assert codec.decode(wire.unpack_ids(prompt["prompt"])) == prompt["text"]
     right = right_answer(codec, prompts[0]["text"])
-    score = client.call("score", sample="0:5:1", split="train", index=5, response=right)
-    assert score == {"sample": "0:5:1", "reward": 1.0, "correct": True, "text": codec.decode(wire.unpack_ids(right))}
-    empty = client.call("score", sample="0:5:2", split="train", index=5, response=b"")
-    assert (empty["reward"], empty["correct"]) == (0.0, False)
-    answer_in_prompt_only = client.call("score", sample="0:5:3", split="train", index=5, response=prompts[0]["prompt"])
-    assert answer_in_prompt_only["reward"] == 0.0
+    responses = {"0:5:1": right, "0:5:2": b"", "0:5:3": prompts[0]["prompt"]}  # the answer is in the prompt only
+    assert score(client, responses) == [
+        {"sample": "0:5:1", "reward": 1.0, "correct": True}, {"sample": "0:5:2", "reward": 0.0, "correct": False},
+        {"sample": "0:5:3", "reward": 0.0, "correct": False}]
 
     demonstrations = client.call("demonstrations", start=10, count=3)
     assert len(demonstrations) == 3
@@ -115,13 +119,13 @@ def test_after_a_kill_in_a_hanging_verifier_a_new_process_goes_on(client):
     client.call("open", task=task, seed=1)
     before = client.call("prompts", split="train", indices=[4, 5])
     with pytest.raises(TimeoutError):
-        client.call("score", sample="0:4:0", split="train", index=4, response=b"", timeout_s=0.5)
+        score(client, {"0:4:0": b""}, timeout_s=0.5)
     client.kill()
 
     client.start()
     client.call("open", task=task, seed=1)
     assert client.call("prompts", split="train", indices=[4, 5]) == before
-    assert client.call("score", sample="0:5:0", split="train", index=5, response=b"")["reward"] == 0.0
+    assert score(client, {"0:5:0": b""})[0]["reward"] == 0.0
 
 
 def test_the_worker_is_ready_fast_and_answers_fast(client):
@@ -130,7 +134,7 @@ def test_the_worker_is_ready_fast_and_answers_fast(client):
     client.call("open", task=TASK, seed=1)
     client.call("prompts", split="train", indices=list(range(64)))
     for index in range(256):
-        client.call("score", sample="s", split="train", index=index % 64, response=b"")
+        score(client, {f"0:{index % 64}:0": b""})
     assert time.monotonic() - started < 5.0  # 0.3 s on an idle core
 
 

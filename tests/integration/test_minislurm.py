@@ -297,9 +297,11 @@ def test_a_heterogeneous_step_is_one_mpi_world(minislurm, tmp_path):
         part.format(role=role, node=node, python=sys.executable, program=tmp_path / "hello.py")
         for role, node in (("rollout", "n1"), ("inference", "n2"), ("training", "n3"))
     ]
-    # Very rarely such a step hangs (seen with Slurm 22.05); agents have a watchdog for that.
+    # Very rarely such a step hangs, also after its last line (seen with Slurm 22.05); agents have a watchdog for that.
     srun = "srun " + " : ".join(parts)
-    (tmp_path / "job.sh").write_text(f"#!/bin/sh\ntimeout -k 5 45 {srun} || exec {srun}\n")
+    step = tmp_path / "step"
+    (tmp_path / "job.sh").write_text(
+        f"#!/bin/sh\nfor attempt in 1 2 3; do timeout -k 5 45 {srun} >{step} && exec cat {step}; done\nexit 1\n")
     job = handle.submit("-N3", "--exclusive", "-o", str(tmp_path / "out"), str(tmp_path / "job.sh"))
     assert handle.wait_job(job) == "COMPLETED", (tmp_path / "out").read_text()
     lines = sorted((tmp_path / "out").read_text().splitlines())

@@ -91,7 +91,17 @@ def test_a_verifier_that_hangs_scores_nothing_and_is_replaced_for_the_next(tmp_p
         verdicts = await asyncio.gather(*(node.score(index) for index in (GOOD, HANGS, GOOD)))
         assert verdicts == [RIGHT, NO_VERDICT, RIGHT]
         assert NO_VERDICT == Verdict(0.0, False, timed_out=True)
-        assert node.seen == [1, 2]
+        assert node.seen == [1, 2, 3]  # it hangs in a batch, and then alone
+        assert len(node.supervisor.workers) == 1
+
+    on_node(tmp_path, scenario, timeout_s=1.0)
+
+
+def test_trouble_with_one_answer_costs_no_other_of_its_batch(tmp_path):
+    async def scenario(node):
+        indices = [GOOD] * 9 + [RAISES, GOOD, DIES, GOOD, HANGS, GOOD]
+        verdicts = await asyncio.gather(*(node.score(index) for index in indices))
+        assert verdicts == [RIGHT if index == GOOD else NO_VERDICT for index in indices]
         assert len(node.supervisor.workers) == 1
 
     on_node(tmp_path, scenario, timeout_s=1.0)
@@ -138,12 +148,17 @@ def test_a_verifier_that_raises_scores_nothing_and_stays(tmp_path, caplog):
 # --- without a process
 
 
+def all_right(answers: list[dict]) -> list[dict]:
+    return [{"sample": answer["sample"], "reward": 1.0, "correct": True} for answer in answers]
+
+
 def scripted(answers: dict, restarts: list | None = None) -> tuple[Verifier, list]:
     """A verifier whose process gives `answers` by method. Returns it and the calls it made."""
     calls = []
 
     async def call(method, timeout_s=None, **args):
         calls.append((method, args))
+        await asyncio.sleep(0)
         return answers[method](**args) if callable(answers[method]) else answers[method]
 
     async def restart():
@@ -169,10 +184,55 @@ def test_prompts_are_asked_for_once():
         {"split": "train", "indices": [1]}]
 
 
+def test_answers_that_wait_are_judged_together_and_in_order():
+    verifier, calls = scripted({"score": all_right})
+
+    async def scenario():
+        await asyncio.gather(*(verifier.score(f"1:{index}:0", "train", index, b"") for index in range(200)))
+
+    asyncio.run(scenario())
+    batches = [[answer["index"] for answer in args["answers"]] for _, args in calls]
+    assert [len(batch) for batch in batches] == [1, 2, 4, 8, 16, 32, 64, 64, 9]
+    assert sum(batches, []) == list(range(200))
+
+
+def test_batches_of_slow_verdicts_stay_within_one_answers_limit(monkeypatch):
+    """A verdict takes 0.2 of the limit: two together take more than is thought quick, and no batch comes near the limit."""
+    clock = [0.0]
+    monkeypatch.setattr("dynarl.agent.verifier.time.monotonic", lambda: clock[0])
+
+    def slow(answers):
+        clock[0] += 0.2 * len(answers)
+        return all_right(answers)
+
+    verifier, calls = scripted({"score": slow})
+
+    async def scenario():
+        await asyncio.gather(*(verifier.score(f"1:{index}:0", "train", index, b"") for index in range(8)))
+
+    asyncio.run(scenario())
+    assert [len(args["answers"]) for _, args in calls] == [1, 2, 1, 2, 1, 1]
+
+
+def test_an_answer_whose_asker_goes_away_holds_nobody_up():
+    verifier, calls = scripted({"score": all_right})
+
+    async def scenario():
+        asked = [asyncio.create_task(verifier.score(f"1:{index}:0", "train", index, b"")) for index in range(4)]
+        await asyncio.sleep(0)
+        for index in (0, 2):
+            asked[index].cancel()
+        assert await asyncio.gather(asked[1], asked[3]) == [RIGHT, RIGHT]
+        assert await verifier.score("1:4:0", "train", 4, b"") == RIGHT
+
+    asyncio.run(scenario())
+    assert [answer["index"] for _, args in calls for answer in args["answers"]][-1] == 4
+
+
 @pytest.mark.parametrize("fails, verdict", [(1, RIGHT), (2, NO_VERDICT)])
 def test_a_restart_that_fails_is_tried_again_and_every_answer_gets_a_verdict(fails, verdict):
     restarts = [RuntimeError("ended before it was ready")] * fails + [None]
-    verifier, calls = scripted({"score": {"reward": 1, "correct": True}}, restarts)
+    verifier, calls = scripted({"score": all_right}, restarts)
 
     async def scenario():
         verifier.process_died()
@@ -185,7 +245,7 @@ def test_a_restart_that_fails_is_tried_again_and_every_answer_gets_a_verdict(fai
 
 def test_after_an_answer_at_which_it_hangs_a_restart_that_fails_is_tried_again():
     def hang(**_):
-        answers["score"] = {"reward": 1, "correct": True}
+        answers["score"] = all_right
         raise TimeoutError
 
     answers, restarts = {"score": hang}, [RuntimeError("ended before it was ready"), None]

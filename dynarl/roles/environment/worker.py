@@ -7,6 +7,7 @@ tools, which run in further processes of this program, so that no verdict waits 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -54,12 +55,13 @@ class EnvironmentWorker(Worker):
             for index, text in zip(indices, texts, strict=True)
         ]
 
-    def do_score(self, sample: str, split: str, index: int, response: bytes) -> dict[str, Any]:
-        """Verdict on the response alone: it never sees the prompt. `text` is the response as a person reads it."""
+    def do_score(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Verdicts on answers ({sample, split, index, response}), {sample, reward, correct} or {sample, error} of each.
+
+        A verifier sees the response alone, never the prompt.
+        """
         task, codec = self._opened()
-        text = codec.decode(wire.unpack_ids(response))
-        score = task.verify(split, index, text)
-        return {"sample": sample, "reward": score.reward, "correct": score.correct, "text": text}
+        return [_verdict(task, codec, **answer) for answer in answers]
 
     def do_call_tool(self, turn: bytes, session: bytes) -> dict[str, bytes]:
         """Make the tool call that a turn of the model ends with. `session`: what former calls of the answer left."""
@@ -108,6 +110,15 @@ class EnvironmentWorker(Worker):
         if self._task is None or self._codec is None:
             raise RuntimeError("no task is open: call `open` first")
         return self._task, self._codec
+
+
+def _verdict(task: Task, codec: Codec, sample: str, split: str, index: int, response: bytes) -> dict[str, Any]:
+    try:
+        score = task.verify(split, index, codec.decode(wire.unpack_ids(response)))
+    except Exception as error:
+        logging.exception("the verifier failed on %s", sample)
+        return {"sample": sample, "error": f"{type(error).__name__}: {error}"}
+    return {"sample": sample, "reward": score.reward, "correct": score.correct}
 
 
 if __name__ == "__main__":
