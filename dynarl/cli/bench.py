@@ -231,6 +231,8 @@ def _run_job(module: str, config: Path, nodes: int, cpu_quota: float, site: bool
             cluster = MiniSlurm.start(work / "slurm", nodes=nodes, cpus_per_node=1, cpu_quota=cpu_quota)
             env = cluster.env
         (work / "run").mkdir()
+        # A copy, because nodes need not see where the original lies: theirs is another /tmp.
+        shutil.copyfile(config, work / "job.yaml")
         source = Path(__file__).resolve().parents[2]
         quoted = {
             name: shlex.quote(str(value))
@@ -238,7 +240,7 @@ def _run_job(module: str, config: Path, nodes: int, cpu_quota: float, site: bool
                 "work": work,
                 "source": source,
                 "python": sys.executable,
-                "config": config.resolve(),
+                "config": work / "job.yaml",
                 "run": work / "run",
             }.items()
         }
