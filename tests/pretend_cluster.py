@@ -304,7 +304,7 @@ class Cluster:
 
     async def on_vote(self, node, epoch, limit_s):
         agreed = not any(agent.plan and agent.plan.get("bad") for agent in self.agents.values())
-        return {"agreed": agreed, "ready": agreed, "same_digest": True, "built": False}
+        return {"agreed": agreed, "ready": agreed, "same_digest": True}
 
     async def on_quiesce(self, node, epoch, limit_s):
         node.open = False

@@ -1,9 +1,12 @@
-"""MPI between agents, in short bounded phases only: communicators, and votes over them.
+"""MPI between agents, in short bounded phases only: votes, and communicators for moves of state.
 
 An idle agent never sits in an MPI call (MPI polls, and would burn a core): the controller first makes sure that every
-member is ready, then all members enter together. Collectives are started non-blocking and tested with a pause, up to a
+member is ready, then all members enter together. What is started is non-blocking and tested with a pause, up to a
 deadline, so a peer that does not come costs the phase and not the job. Only `Create_group` blocks; a watchdog ends the
 agent (and so the step, which the controller relaunches) should it never return.
+
+A vote takes a message to the first member and one back, and no communicator: members are other ones at almost every
+change of roles, and to make a communicator takes many times as long as the vote, during which the agent spins.
 
 Between phases MPI is called once in a while: it may still have something to send for a peer that is not done (over a
 connection that was just being made, for one).
@@ -31,28 +34,28 @@ class PhaseTimeout(RuntimeError):
 
 
 class Remapper:
-    """Votes over communicators of an epoch's members. Ranks are world ranks."""
+    """Votes of an epoch's members, and communicators. Ranks are world ranks; nobody else sends messages in the world."""
 
     def __init__(self, world: MPI.Intracomm):
         self._world = world
         self._communicators: dict[tuple[int, ...], MPI.Intracomm] = {}
 
-    def communicator(self, epoch: int, ranks: list[int]) -> tuple[MPI.Intracomm, bool]:
-        """The communicator of `ranks` (this rank among them) and whether it was built now.
+    def communicator(self, number: int, ranks: list[int]) -> MPI.Intracomm:
+        """The communicator of `ranks` (this rank among them). number: of the transition that it is for.
 
-        Built by Create_group, which only the members call, and kept for the next epoch with the same members.
+        Built by Create_group, which only the members call, and kept for the next transition with the same members.
         """
         key = tuple(sorted(ranks))
         if key in self._communicators:
-            return self._communicators[key], False
+            return self._communicators[key]
         world_group = self._world.Get_group()
         group = world_group.Incl(key)
-        with _watchdog(60.0, f"MPI Create_group of ranks {list(key)} (epoch {epoch})"):
-            communicator = self._world.Create_group(group, tag=epoch % TAG_SPACE)
+        with _watchdog(60.0, f"MPI Create_group of ranks {list(key)} (transition {number})"):
+            communicator = self._world.Create_group(group, tag=number % TAG_SPACE)
         group.Free()
         world_group.Free()
         self._communicators[key] = communicator
-        return communicator, True
+        return communicator
 
     def forget(self, ranks: list[int]) -> None:
         """Drop the communicator of `ranks`: a phase on it was cut short, so the members build a new one together."""
@@ -67,24 +70,33 @@ class Remapper:
     async def vote(self, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
         """All members say whether they are ready and which digest they computed (an unsigned 32-bit number).
 
-        Returns {"agreed", "ready", "same_digest", "built"}; `agreed` only if all are ready with one digest.
+        Returns {"agreed", "ready", "same_digest"}; `agreed` only if all are ready with one digest. Raises PhaseTimeout.
         """
-        communicator, built = self.communicator(epoch, ranks)
+        first, *others = sorted(ranks)
         mine = np.array([int(ready), digest, -digest], dtype=np.int64)
-        least = np.empty_like(mine)
-        request = communicator.Iallreduce(mine, least, op=MPI.MIN)
-        await _complete(request, timeout_s, f"vote of epoch {epoch}")
+        least, tag, what = mine.copy(), epoch % TAG_SPACE, f"vote of epoch {epoch}"
+        deadline = time.monotonic() + timeout_s
+        if self._world.rank == first:
+            told = np.empty((len(others), len(mine)), dtype=np.int64)
+            received = [self._world.Irecv(row, rank, tag) for row, rank in zip(told, others)]
+            await _complete(received, deadline, what)
+            least = np.min([mine, *told], axis=0)
+            await _complete([self._world.Isend(least, rank, tag) for rank in others], deadline, what)
+        else:
+            await _complete([self._world.Isend(mine, first, tag), self._world.Irecv(least, first, tag)], deadline, what)
         all_ready, same = bool(least[0]), int(least[1]) == -int(least[2])
-        return {"agreed": all_ready and same, "ready": all_ready, "same_digest": same, "built": built}
+        return {"agreed": all_ready and same, "ready": all_ready, "same_digest": same}
 
 
-async def _complete(request: MPI.Request, timeout_s: float, what: str) -> None:
+async def _complete(requests: list[MPI.Request], deadline: float, what: str) -> None:
     """Wait without holding up the agent: one that does not answer its controller meanwhile is taken for lost."""
-    deadline = time.monotonic() + timeout_s
     pause_s = 0.0001
-    while not request.Test():
+    while not MPI.Request.Testall(requests):
         if time.monotonic() > deadline:
-            raise PhaseTimeout(f"{what} did not complete within {timeout_s:.1f} s")
+            for request in requests:  # what comes late must not be written to memory that is somebody else's by then
+                if request != MPI.REQUEST_NULL:
+                    request.Cancel()
+            raise PhaseTimeout(f"{what} did not complete in time")
         await asyncio.sleep(pause_s)
         pause_s = min(0.002, pause_s * 1.5)
 

@@ -135,7 +135,6 @@ class Roles:
         """The epoch was cancelled: the old role goes on."""
         if self._plan is None or self._plan["epoch"] != epoch:
             return
-        self._agent.remapper.forget(self._plan["ranks"])
         role = self._plan["moves"].get(self._agent.node)
         self._plan = None
         try:

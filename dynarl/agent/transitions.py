@@ -263,7 +263,7 @@ class Transitions:
             for lane in known.lanes:
                 lane.mailbox.reset()
             self._staging_carrier(known, source)
-            communicator, _ = self._remapper.communicator(number, nodes)
+            communicator = self._remapper.communicator(number, nodes)
             phases = await self._move(known, communicator, number, timeout_s)
             digests = await self.verify(key, timeout_s) if verify else {}
         except BaseException as error:

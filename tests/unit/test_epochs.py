@@ -59,7 +59,7 @@ class Agents:
 
     def vote(self, node, agent, epoch, limit_s):
         assert agent.plan["epoch"] == epoch
-        return agent.votes.pop(0) if agent.votes else {"agreed": True, "ready": True, "same_digest": True, "built": False}
+        return agent.votes.pop(0) if agent.votes else {"agreed": True, "ready": True, "same_digest": True}
 
     def quiesce(self, node, agent, epoch, limit_s):
         assert agent.plan["epoch"] == epoch
@@ -91,10 +91,10 @@ def on_epochs(tmp_path, scenario) -> list[dict]:
 
 
 def no(**answers) -> list[dict]:
-    return [{"agreed": False, "ready": True, "same_digest": True, "built": False} | answers]
+    return [{"agreed": False, "ready": True, "same_digest": True} | answers]
 
 
-YES = {"agreed": True, "ready": True, "same_digest": True, "built": False}
+YES = {"agreed": True, "ready": True, "same_digest": True}
 
 
 def test_a_change_that_everybody_agrees_to_is_committed(tmp_path):
