@@ -72,7 +72,7 @@ class RolesBench(Job):
         # What the adaptive policy learns it learns in its own iterations, as in a job of its own; the others share.
         own = Monitor(self.config, self.journal)
         own.numbers = self.monitor.numbers  # one journal has the decisions of both
-        self.learned = {False: (self.monitor, self.router), True: (own, Router(self.config, own.lengths))}
+        self.learned = {False: (self.monitor, self.router), True: (own, Router(self.config, own.lengths, own.figures_gap_s))}
         # Not counted: first forward passes, communicators, and what the adaptive policy learns in its first iteration.
         for name, candidate in candidates.items():
             if not name.startswith(STATIC) and candidate.order == "priority":

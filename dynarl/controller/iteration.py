@@ -61,7 +61,7 @@ class Iteration:
         }
         self.hand_outs = HandOuts(
             config, self._policy, fleet, epochs, self.ledger, down, replicas,
-            router or Router(config, self._monitor.lengths), self._monitor, self._background, self.results.of_sample,
+            router or Router(config, self._monitor.lengths, self._monitor.figures_gap_s), self._monitor, self._background, self.results.of_sample,
             split=split, temperature=temperature, train=train, scored_by_inference=scored_by_inference)
         self.requests, self.leases = self.hand_outs.requests, self.hand_outs.leases
         self.role_changes = RoleChanges(

@@ -80,7 +80,7 @@ class Rounds:
         self.is_sound = True  # no optimizer step has begun that is not on record
         self.stage: Iteration | WarmStart | None = None  # what the workers' events are for
         self.monitor, self.clock = monitor, monitor.clock
-        self.router = Router(config, monitor.lengths)
+        self.router = Router(config, monitor.lengths, monitor.figures_gap_s)
         self.last_event = self.clock()
 
     async def iterate(self, number: int, *, samples: list[str] | None = None) -> None:

@@ -47,14 +47,15 @@ class _Columns(NamedTuple):
 class Router:
     """One instance per node: the engines of its devices together. The agent spreads requests over them.
 
-    lengths: of the answers that have finished; whoever hears of them keeps it up to date.
+    lengths: of the answers that have finished; whoever hears of them keeps it up to date. figures_gap_s: reports of a
+    worker that are further apart say nothing of its speed.
     """
 
-    def __init__(self, config: Config, lengths: Lengths):
+    def __init__(self, config: Config, lengths: Lengths, figures_gap_s: float = math.inf):
         self._devices = config.cluster.devices_per_node
         self._max_running = config.rollout.max_running * self._devices
         self._max_queued = config.rollout.max_queued * self._devices
-        self._lengths, self._speeds = lengths, Speeds()
+        self._lengths, self._speeds = lengths, Speeds(figures_gap_s)
         self._alike = config.policy.equal_nodes  # a node is then taken for as fast as the mean
         self._equal, self._equal_until = True, -math.inf  # whether all nodes are equally fast, and when to look again
         self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
@@ -77,10 +78,10 @@ class Router:
 
     def figures(
         self, node: str, now: float, *, worker: str, tokens: int, running: int, kv_total_tokens: int,
-        prefill_tokens: int = 0, **_: Any
+        prefill_tokens: int = 0, made_s: float | None = None, **_: Any
     ) -> None:  # fmt: skip
-        """A worker's report of its load; kv_total_tokens 0: it does not say."""
-        self._speeds.note(worker, now, tokens, running, prefill_tokens)
+        """A worker's report of its load; kv_total_tokens 0: it does not say; made_s: seconds on the worker's clock."""
+        self._speeds.note(worker, now, tokens, running, prefill_tokens, made_s)
         workers = self._kv_tokens[node]
         if workers.get(worker) != kv_total_tokens:
             workers[worker] = kv_total_tokens

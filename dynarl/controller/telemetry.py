@@ -67,7 +67,7 @@ class Monitor:
         self._max_queued = config.rollout.max_queued * config.cluster.devices_per_node
         self.costs = Costs(stages={"inference": WorkRate(), "training": WorkRate()})
         workers = config.cluster.nodes * config.cluster.devices_per_node
-        self._figures_gap_s = figures_gap_s or max(FIGURES_GAP_S, FIGURES_GAP * figures_interval_s(workers))
+        self.figures_gap_s = figures_gap_s or max(FIGURES_GAP_S, FIGURES_GAP * figures_interval_s(workers))
         self.lengths = Lengths(config.algorithm.max_response_tokens)
         self.delay = GroupDelay(config.algorithm.prompts_per_step, config.algorithm.group_size)
         self.overhead = Overhead()
@@ -119,7 +119,7 @@ class Monitor:
         now, last = self.clock(), self._workers[node].get(worker)
         made_s = now if made_s is None else made_s
         elapsed_s = made_s - last["made_s"] if last else 0.0
-        if last and last["running"] and running and tokens > last["tokens"] and 0 < elapsed_s < self._figures_gap_s:
+        if last and last["running"] and running and tokens > last["tokens"] and 0 < elapsed_s < self.figures_gap_s:
             mean = 0.5 * (running + last["running"])
             step_s = elapsed_s * mean / (tokens - last["tokens"])
             devices = self._config.cluster.devices_per_node

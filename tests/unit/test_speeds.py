@@ -1,3 +1,4 @@
+import random
 
 import pytest
 
@@ -80,3 +81,27 @@ def test_an_instance_that_was_slow_in_a_bad_moment_is_given_work_again():
     for second in range(9, 40):
         speeds.note("quick", second, 8 * second, 4)
     assert speeds.of("slow then") == speeds.of("one that was never seen")
+
+
+def test_a_pause_between_two_iterations_says_nothing_of_the_speed():
+    speeds = Speeds(most_s=2.5)
+    now = engine(speeds, "n1", 0.01, 0.001, [8, 16])
+    before = speeds.of("n1")
+    speeds.note("n1", now + 60.0, 10_000, 16)  # the last report and this one have requests running, a minute apart
+    assert speeds.of("n1") == before
+
+
+def test_reports_that_come_together_are_timed_by_the_clock_of_who_made_them():
+    late, prompt = Speeds(), Speeds()
+    for second in range(6):
+        prompt.note("n1", second, 80 * second, 8)
+        late.note("n1", 2.0 * (second // 2), 80 * second, 8, made_s=1e6 + second)
+    assert late.of("n1") == prompt.of("n1")
+
+
+def test_equal_instances_with_noisy_readings_are_equal():
+    speeds, noise = Speeds(), random.Random(1)
+    for second in range(12):
+        for name in ("n1", "n2", "n3", "n4"):
+            speeds.note(name, second + noise.uniform(-0.15, 0.15), 80 * second, 8)
+    assert len({speeds.of(name) for name in ("n1", "n2", "n3", "n4")}) == 1
