@@ -27,7 +27,7 @@ FRESH_SHARE = 1 / 8
 # Speeds are learned over many readings, and requests grow slowly: whether nodes are equally fast, and what memory of a
 # node its requests will have taken in the end, is looked at so often.
 SPEEDS_S, MEMORY_S = 1.0, 2.0
-# Speeds come in steps of 19 % (`speeds.STEPS_PER_OCTAVE`): of two that are one step apart the difference may be noise.
+# Speeds come in steps of 41 % (`speeds.STEPS_PER_OCTAVE`).
 EQUAL = 1.25
 # Where there are many nodes, so many of those that end last, of those that end first and of the fastest are looked at
 # for moves. The others are in between, and there is a next look.

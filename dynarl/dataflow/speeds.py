@@ -25,7 +25,11 @@ HALF_LIFE_S, KEPT_STEPS, LEAST_STEPS = 60.0, 9, 3
 # do, and so would never be measured again.
 KEPT_S = 20.0
 # How far an instance is taken to be from the line at most, and the steps in which that is counted.
-MOST_OCTAVES, STEPS_PER_OCTAVE = 4.0, 4
+MOST_OCTAVES, STEPS_PER_OCTAVE = 4.0, 2
+# Before anything is known half of a step at the mean load is its fixed part. That counts as much as so many readings at
+# no load and as many at twice the mean one: readings at about one load say little of the slope, and were it taken for
+# nothing, a node that seems a little faster would get all requests.
+ASSUMED = 1.0
 
 
 class Speeds:
@@ -93,8 +97,9 @@ class Speeds:
         if not n:
             return 1.0, 1.0
         spread, steepest = n * bb - b * b, t / b
-        # All at one load: half and half. A slow instance at a low load can turn the line over: that is no speed.
-        slope = (n * bt - b * t) / spread if spread > 0.01 * b * b else steepest / 2
+        assumed = 2.0 * ASSUMED * b * b / n
+        slope = ((n * bt - b * t) + assumed * steepest / 2) / (spread + assumed)
+        # A slow instance at a low load can turn the line over: that is no speed.
         slope = min(max(slope, LEAST_SLOPE * steepest), steepest)
         return (t - slope * b) / n, slope
 

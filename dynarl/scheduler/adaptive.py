@@ -191,6 +191,7 @@ def _problem(situation: Situation, pool: Pool, made: Generation, costs: Costs) -
         for index, (name, queue) in enumerate(situation.queues.items())
     )
     stuck = pool.now[situation.generator] - pool.movable[situation.generator]
+    busy = sum(count > 0 for count in situation.running.values())
     move_s = costs.moves.seconds(situation.generator, names[-1]) if names else 0.0
     running_share = situation.max_running / situation.most
     kv_tokens = math.inf if situation.kv_tokens is None else situation.kv_tokens * running_share
@@ -200,6 +201,7 @@ def _problem(situation: Situation, pool: Pool, made: Generation, costs: Costs) -
         costs.step.parts,
         situation.max_running,
         move_s,
+        math.inf if situation.waiting or not busy else busy,
         stuck,
         kv_tokens,
         situation.wait_s,

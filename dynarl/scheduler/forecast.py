@@ -172,15 +172,17 @@ def _in_order(
 @dataclass(frozen=True)
 class Problem:
     """step: (a, c, k) of a decode step; max_running: requests that one node decodes together; move_s: seconds that a
-    node that moves later is missing; stuck: rollout nodes that can be nothing else; kv_tokens: that those of one node
-    hold together; wait_s: that a request is not decoded, for tools, for each token that is; rollout: nodes that generate
-    now; refill_s: of a node, for each token whose keys and values are computed again."""
+    node that moves later is missing; at_work: rollout nodes that have requests, where the others of those now get none;
+    stuck: rollout nodes that can be nothing else; kv_tokens: that those of one node hold together; wait_s: that a request
+    is not decoded, for tools, for each token that is; rollout: nodes that generate now; refill_s: of a node, for each
+    token whose keys and values are computed again."""
 
     generation: Generation
     stages: tuple[Stage, ...]
     step: tuple[float, float, float]
     max_running: int
     move_s: float
+    at_work: float = np.inf
     stuck: int = 0
     kv_tokens: float = np.inf
     wait_s: float = 0.0
@@ -251,6 +253,8 @@ def finish_times(
 
 def _generate(problem: Problem, generators: np.ndarray) -> np.ndarray:
     """[plans, cells + 1] times at which cells end, beginning with 0."""
+    if problem.at_work < problem.rollout:
+        generators = np.minimum(generators, problem.at_work) + np.maximum(generators - problem.rollout, 0.0)
     (a, c, k), made = problem.step, problem.generation
     steps = np.diff(made.x)
     held = 0.5 * (made.held[1:] + made.held[:-1])
@@ -264,7 +268,8 @@ def _generate(problem: Problem, generators: np.ndarray) -> np.ndarray:
         each = np.minimum(have * (step_s / (step_s + problem.wait_s)), most)
     alone_s = np.where(live < 1.0, steps * (step_s + problem.wait_s), 0.0)
     spans = np.maximum(made.work / np.maximum(each * generators, NO_NODES) * step_s, alone_s)
-    before = np.concatenate([np.full((len(generators), 1), problem.rollout), generators[:, :-1]], axis=1)
+    rollout = np.full((len(generators), 1), min(problem.rollout, problem.at_work))
+    before = np.concatenate([rollout, generators[:, :-1]], axis=1)
     leaving = np.maximum(before - generators, 0.0)
     handed_over = leaving * np.minimum(live / np.maximum(before, 1.0), most) * held
     spans += problem.refill_s * handed_over / generators

@@ -230,5 +230,6 @@ class Rollout:
             made += seat.engine.tokens_generated
         self.at_tool.clear()
         self.where.clear()
+        self._homes.clear()
         self.seats = [self._seat(seat.number) for seat in self.seats]
         return made

@@ -498,3 +498,14 @@ def test_nodes_that_the_next_step_needs_do_not_return_to_generation():
 def test_nodes_that_the_next_step_needs_return_where_nobody_else_generates():
     situation = seen(0, 0, 3, bound=frozenset(("n00", "n01", "n02")), waiting=4, lengths=[0] * 4, live_members={4: 1})
     assert list(ask(situation).moves.values()) == ["rollout"]
+
+
+def test_nodes_without_requests_leave_while_another_generates_on():
+    """Their share of its requests would have to be moved to them; groups that wait need nothing to be moved."""
+    alone = {"n00": 40, "n01": 0, "n02": 0, "n03": 0}
+    situation = seen(live=40, to_score=6, to_train=6, running=alone)
+    decision = decide(POLICY, situation, SURVIVAL, known())
+    assert decision.moves and "n00" not in decision.moves
+    shared = decide(POLICY, replace(situation, running=dict.fromkeys(alone, 10)), SURVIVAL, known())
+    assert not shared.moves
+    assert shared.candidates[0].finish_s < decision.candidates[0].finish_s, "four nodes generate faster than one"

@@ -43,7 +43,7 @@ def test_at_one_load_half_is_fixed():
 def test_an_instance_that_was_never_seen_is_as_fast_as_the_line_and_no_measurement_is_one_and_one():
     speeds = Speeds()
     assert speeds.of("n1") == (1, 1) and not speeds.known()
-    engine(speeds, "n1", 0.01, 0.002, [1, 8, 30])
+    engine(speeds, "n1", 0.01, 0.002, [1, 8, 30] * 3)
     assert speeds.known() and speeds.of("n9") == pytest.approx((0.01, 0.002), rel=0.15)
 
 
@@ -105,3 +105,14 @@ def test_equal_instances_with_noisy_readings_are_equal():
         for name in ("n1", "n2", "n3", "n4"):
             speeds.note(name, second + noise.uniform(-0.15, 0.15), 80 * second, 8)
     assert len({speeds.of(name) for name in ("n1", "n2", "n3", "n4")}) == 1
+
+
+def test_noise_at_about_one_load_does_not_make_requests_free():
+    speeds, noise = Speeds(), random.Random(2)
+    second = 0.0
+    for _ in range(8):
+        for load in (40, 36):  # the lower load happens to take as long
+            speeds.note("n1", second, round(1000 * second), load)
+            second += noise.uniform(0.9, 1.1)
+    fixed, each = speeds.of("n1")
+    assert 0.3 < 38 * each / (fixed + 38 * each) < 0.7
