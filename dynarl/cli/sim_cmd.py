@@ -21,40 +21,46 @@ def command() -> None:
 
 @command.command(cls=output.Command)
 @click.argument("run", default="last")
-@click.option("--on", metavar="NAME", help="Only iterations of this candidate or policy.")
+@click.option("--on", metavar="NAME", help="Decoding, stages, steps and weights of this candidate or policy alone.")
 @output.format_option("table", "json")
 def calibrate(run: str, on: str | None, output_format: str) -> None:
     """Fit the simulator's constants to a run's trace; each with its standard error."""
-    from dynarl.sim.calibrate import fit, read
+    from dynarl.sim.calibrate import read, warm
+    from dynarl.sim.replayed import calibrated
     from dynarl.sim.validate import pick
 
     path = rundir.resolve(run)
     lines = read(path)
-    found = fit(pick(lines, on) if on else lines)
+    found = calibrated(_config(path), lines, pick(warm(lines), on) if on else None)
     if output_format == "json":
         rows = [{"name": c.name, "value": c.value, "unit": c.unit, "error": c.error} for c in found.constants]
         output.print_json({"run": path.name, "iterations": len(lines), "constants": rows, "kv_tokens": found.kv_tokens})
         return
     table = output.table("constant", ">value", ">standard error")
     for constant in found.constants:
-        table.add_row(constant.name, _seconds(constant.value), _seconds(constant.error))
+        shown = _seconds(constant.value) if constant.unit == "s" else f"{constant.value:.3g}"
+        table.add_row(constant.name, shown, _seconds(constant.error))
     output.console().print(table)
 
 
 @command.command(cls=output.Command)
 @click.argument("run", default="last")
 @click.option("--on", metavar="NAME", help="Fit to iterations of this candidate or policy; default the first in the trace.")
-@click.option("--constants", "source", metavar="RUN", help="Fit to this run, and predict RUN; default RUN itself.")
+@click.option("--constants", "source", metavar="RUN", help="Fit to this run, to all of it without --on, and predict RUN.")
 @output.format_option("table", "json")
 def validate(run: str, on: str | None, source: str | None, output_format: str) -> None:
     """Predict the iterations of a run from constants of some of them, and compare with what was measured."""
-    from dynarl.sim.calibrate import fit, read
-    from dynarl.sim.validate import compare, named, pick
+    from dynarl.sim.calibrate import named, read, warm
+    from dynarl.sim.replayed import calibrated
+    from dynarl.sim.validate import compare, pick
 
     path = rundir.resolve(run)
-    fitted = read(rundir.resolve(source)) if source else read(path)
-    on = on or next(iter(named(fitted)))
-    rows = compare(_config(path), read(path), fit(pick(fitted, on)))
+    origin = rundir.resolve(source) if source else path
+    fitted = read(origin)
+    if not source:
+        on = on or next(iter(named(warm(fitted))))
+    constants = calibrated(_config(origin), fitted, pick(warm(fitted), on) if on else None)
+    rows = compare(_config(path), read(path), constants)
     errors = [abs(row.error) for row in rows if source or row.name != on]
     median = statistics.median(errors) if errors else None
     if output_format == "json":

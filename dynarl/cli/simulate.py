@@ -65,7 +65,7 @@ def command(scenario: str | None, run: str | None, nodes: int | None, split: dic
             raise click.UsageError(f"--output {target}: there is no directory {target.parent}")
     if run:
         from dynarl.config.schema import Split
-        from dynarl.sim.calibrate import recorded
+        from dynarl.sim.recorded import recorded
 
         chosen: Any = recorded(rundir.resolve(run), nodes, Split(**split) if split else None)
     else:

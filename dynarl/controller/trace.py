@@ -18,12 +18,14 @@ Amount = Annotated[float, Meta(ge=0)]
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """A line as it is read: what `Trace` collects, and the facts of its iteration. candidate: of `dynarl bench roles`;
-    roles: {node: role} at its start; switches: milliseconds by phase of every change of roles."""
+    roles: {node: role} at its start; enter_s: until they are there, a part of `seconds`; switches: milliseconds by phase of
+    every change of roles."""
 
     iteration: int = 0
     candidate: str = ""
     policy: str
     roles: dict[str, str]
+    enter_s: Amount = 0.0
     step_s: list[Amount]
     sync_s: Amount
     seconds: Amount

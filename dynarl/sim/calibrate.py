@@ -1,33 +1,34 @@
-"""The constants of a simulated cluster from the trace of a real run, each with its error; and that run as a scenario.
+"""The constants of a simulated cluster from the trace of a real run, each with its error.
 
 Fitted by least squares, never below zero, with standard errors (`controller.trace` says what a trace has):
 
     decode     seconds = fixed * steps + per_request * tokens + prefill_token * prefilled      of one engine, by load
     stages     node-seconds = fixed + per_token * tokens                                       of one group
-    phases     medians of the phases of moves, of the optimizer step, of new weights to all nodes
+    phases     means of the phases of moves, of the optimizer step, of new weights to all nodes
+    at_work    orders of a change of roles: how much longer where nodes have work than where all are idle
+    verdicts   seconds of a node on an answer, so that answers come as late as they did (`replayed`)
 
-Times are seen from the controller, messages included, so messages take no time of their own here.
+Means, not medians: an iteration is a sum of such times, and now and then one of them is long. Times are seen from the
+controller, messages included, so messages take no time of their own here.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from dynarl import rundir
-from dynarl.config import load
-from dynarl.config.schema import Config, Split
-from dynarl.controller.nodes import assign_homes
+from dynarl.config.schema import Config
 from dynarl.controller.trace import Line
-from dynarl.errors import ConfigError, DynarlError
+from dynarl.errors import DynarlError
 from dynarl.lines import LineReader
 from dynarl.perf.rollout import StepModel
-from dynarl.scheduler.allocations import shares
 from dynarl.sim.workload import NS_PER_S, SimRequest, Turn
 from dynarl.sim.world import Times, World
 
@@ -40,7 +41,8 @@ FIGURES_S = 0.25
 TELLING = 0.2
 # Fits of the decode step, each with the weights that the one before tells.
 REWEIGHTED = 3
-POLICIES = ("static", "colocated", "threshold", "adaptive")
+# Orders of a change of roles, by the phases that they take. The second vote is like the first.
+ORDERS = {"prepare": ("prepare",), "vote": ("vote", "verify"), "commit": ("commit",)}
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,16 @@ def read(run: Path) -> list[Line]:
 @dataclass(frozen=True)
 class Calibration:
     """The constants of one cluster and model. step: of a rollout engine; stages: role -> (fixed_s, per_token_s);
-    phases: seconds by name."""
+    phases: seconds by name; at_work, verify_s, verdict_s: see `sim.world.Times`."""
 
     step: StepModel
     stages: Mapping[str, tuple[float, float]]
     phases: Mapping[str, float]
     kv_tokens: int
     constants: Sequence[Constant]
+    at_work: float = 1.0
+    verify_s: float = 0.0
+    verdict_s: float = 0.0
 
     def times(self) -> Times:
         def group(role: str) -> Callable[[Sequence[tuple[int, int]]], float]:
@@ -102,7 +107,9 @@ class Calibration:
             drain_s=phase["drain"],
             commit_s=phase["commit"],
             message_s=0.0,
-            verify_s=0.0,
+            verify_s=self.verify_s,
+            verdict_s=self.verdict_s,
+            at_work=self.at_work,
         )
 
     def world(self, config: Config, homes: dict[str, str], draw: Callable[[int, int], Sequence[SimRequest]]) -> World:
@@ -125,13 +132,38 @@ class _Measured:
         return self._sync_s if op == "broadcast" else 0.0
 
 
-def fit(lines: Sequence[Line]) -> Calibration:
-    """Constants from these lines of a trace. Raises NoTrace where they lack something that every job has."""
+def fit(lines: Sequence[Line], moving: Sequence[Line] | None = None) -> Calibration:
+    """Constants from these lines of a trace, but for verdicts. moving: the lines from which changes of roles are taken,
+    which some policies never make; default `lines`. Raises NoTrace where they lack something that every job has."""
     constants: list[Constant] = []
     step = _decode(lines, constants)
     stages = {role: _stage(lines, role, constants) for role in ("inference", "training")}
-    phases = _phases(lines, constants)
-    return Calibration(step, stages, phases, max(line.kv_tokens for line in lines), constants)
+    phases = {
+        "step": _mean("phase/step", [s for line in lines for s in line.step_s], constants),
+        "sync": _mean("phase/sync", [line.sync_s for line in lines], constants),
+    }
+    moves, at_work = _moves(lines if moving is None else moving, constants)
+    return Calibration(step, stages, phases | moves, max(line.kv_tokens for line in lines), constants, at_work)
+
+
+def named(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Lines of a trace by candidate or policy."""
+    found: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        found[line.candidate or line.policy].append(line)
+    return found
+
+
+def warm(lines: Sequence[Line]) -> list[Line]:
+    """Without those in which a benchmark does something for the first time, which it does not count: it begins with each
+    policy that moves nodes."""
+    seen: set[str] = set()
+    found = []
+    for line in lines:
+        if not line.candidate or line.policy == "static" or line.policy in seen:
+            found.append(line)
+        seen.add(line.policy)
+    return found
 
 
 def requests(line: Line) -> list[SimRequest]:
@@ -145,6 +177,11 @@ def requests(line: Line) -> list[SimRequest]:
         found.append(SimRequest(sample, prompt, tuple(turns)))
     # In the order in which the controller has them: group by group.
     return sorted(found, key=lambda request: tuple(map(int, request.sample.split(":"))))
+
+
+def renamed(answers: Iterable[SimRequest], iteration: int) -> list[SimRequest]:
+    """As samples of another iteration."""
+    return [each._replace(sample=f"{iteration}:{each.sample.partition(':')[2]}") for each in answers]
 
 
 def _even(total: int, parts: int) -> list[int]:
@@ -189,29 +226,40 @@ def _stage(lines: Sequence[Line], role: str, constants: list[Constant]) -> tuple
     return fixed_s, per_token_s
 
 
-def _phases(lines: Sequence[Line], constants: list[Constant]) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {"step": [], "sync": []}
-    for line in lines:
-        seconds["step"] += line.step_s
-        seconds["sync"].append(line.sync_s)
-    for name in ("prepare", "vote", "drain", "transfer", "commit"):
-        seconds[name] = [1e-3 * each[f"{name}_ms"] for line in lines for each in line.switches if f"{name}_ms" in each]
-    # Groups that were finished first are simulated as such: what is left is the time of a node that had none.
-    seconds["drain"] = sorted(seconds["drain"])[: len(seconds["drain"]) // 4 + 1]
+def _moves(lines: Sequence[Line], constants: list[Constant]) -> tuple[dict[str, float], float]:
+    """Phases of a change of roles between nodes without work, and how many times as long orders take on nodes that have
+    some. Only where all nodes change at once is it certain that none has."""
+    idle, working = (
+        [each for line in lines if (line.policy == "colocated") == at_once for each in line.switches]
+        for at_once in (True, False)
+    )
     found = {}
-    for name, values in seconds.items():
-        found[name] = statistics.median(values) if values else 0.0
-        if values:
-            constants.append(Constant(f"phase/{name}", found[name], "s", _median_error(values)))
-    return found
+    for name, phases in ORDERS.items():
+        found[name] = _mean(f"phase/{name}", _phase_s(idle or working, phases), constants)
+    found["transfer"] = _mean("phase/transfer", _phase_s(idle + working, ("transfer",)), constants)
+    # Groups that were finished first are simulated as such: what is left is the time of a node that had none.
+    drains = sorted(_phase_s(idle + working, ("drain",)))
+    found["drain"] = _mean("phase/drain", drains[: len(drains) // 4 + 1], constants)
+    orders = [phase for phases in ORDERS.values() for phase in phases]
+    slow, fast = (_phase_s(switches, orders) for switches in (working, idle))
+    if not slow or not fast:
+        return found, 1.0
+    at_work = max(1.0, statistics.fmean(slow) / max(statistics.fmean(fast), 1e-9))
+    constants.append(Constant("phase/at_work", at_work, "", None))
+    return found, at_work
 
 
-def _median_error(values: Sequence[float]) -> float | None:
-    """Standard error of a median, from the spread of the middle half (normal: sigma = IQR / 1.349)."""
-    if len(values) < 4:
-        return None
-    low, _, high = statistics.quantiles(values, n=4)
-    return 1.2533 * (high - low) / 1.349 / len(values) ** 0.5
+def _phase_s(switches: Sequence[Mapping[str, float]], phases: Iterable[str]) -> list[float]:
+    return [1e-3 * each[f"{phase}_ms"] for phase in phases for each in switches if f"{phase}_ms" in each]
+
+
+def _mean(name: str, values: Sequence[float], constants: list[Constant]) -> float:
+    """0 where there are none."""
+    if not values:
+        return 0.0
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    constants.append(Constant(name, mean := statistics.fmean(values), "s", error))
+    return mean
 
 
 def _least_squares(features: np.ndarray, target: np.ndarray) -> tuple[list[float], list[float | None]]:
@@ -235,69 +283,3 @@ def _least_squares(features: np.ndarray, target: np.ndarray) -> tuple[list[float
     for index, value in zip(used, values):
         found[index] = float(value)
     return found, errors
-
-
-# --- a recorded run as a scenario
-
-
-class Recorded:
-    """Iterations of a run again, one after another, under any policy and with any number of nodes; see `simulate`."""
-
-    policies = POLICIES
-    throughput_unit = "tokens/s"
-
-    def __init__(self, name: str, config: Config, lines: Sequence[Line], calibration: Calibration):
-        self.name, self._config, self._lines, self.calibration = name, config, lines, calibration
-        self.split, self.num_nodes = config.split, config.cluster.nodes
-        self.iterations = self.measured = len(lines)
-        split = f"{self.split.rollout} rollout, {self.split.inference} inference, {self.split.training} training"
-        self.about = f"{len(lines)} recorded iterations on {self.num_nodes} nodes: {split}"
-
-    def world(self, policy: str) -> World:
-        config = msgspec.structs.replace(self._config, policy=msgspec.structs.replace(self._config.policy, name=policy))
-        names = [f"n{index + 1}" for index in range(self.num_nodes)]
-        return self.calibration.world(config, assign_homes(config, names), self._draw)
-
-    def slowed(self, role: str, factor: float) -> Recorded:
-        """The same where work of this role takes `factor` times as long."""
-        known = self.calibration
-        if role == "rollout":
-            off = replace(known, step=known.step.scaled(factor))
-        else:
-            fixed_s, per_token_s = known.stages[role]
-            off = replace(known, stages={**known.stages, role: (fixed_s * factor, per_token_s * factor)})
-        return Recorded(self.name, self._config, self._lines, off)
-
-    def _draw(self, iteration: int, seed: int) -> list[SimRequest]:
-        return renamed(requests(self._lines[iteration - 1]), iteration)
-
-
-def renamed(answers: Iterable[SimRequest], iteration: int) -> list[SimRequest]:
-    """As samples of another iteration."""
-    return [each._replace(sample=f"{iteration}:{each.sample.partition(':')[2]}") for each in answers]
-
-
-def recorded(run: Path, num_nodes: int | None = None, split: Split | None = None) -> Recorded:
-    """A run as a scenario, with another split where one is given, else with its own, scaled to `num_nodes`. Raises
-    NoTrace, ConfigError.
-    """
-    config = load.from_text(rundir.config(run).read_text()).config
-    lines = [line for line in read(run) if line.answers]
-    split = split or scaled(config.split, num_nodes or config.cluster.nodes)
-    total = split.rollout + split.inference + split.training
-    if num_nodes not in (None, total):
-        raise ConfigError(f"a split of {total} nodes does not go with {num_nodes} nodes")
-    cluster = msgspec.structs.replace(config.cluster, nodes=total)
-    return Recorded(run.name, msgspec.structs.replace(config, cluster=cluster, split=split), lines, fit(lines))
-
-
-def scaled(split: Split, num_nodes: int) -> Split:
-    """The same parts of `num_nodes` nodes, by largest remainders; none loses its last node as long as there are enough.
-
-    >>> scaled(Split(rollout=2, inference=1, training=1), 6)
-    Split(rollout=3, inference=1, training=2)
-    >>> scaled(Split(rollout=5, inference=1, training=2), 16)
-    Split(rollout=10, inference=2, training=4)
-    """
-    roles = ("training", "rollout", "inference")
-    return Split(**dict(zip(roles, shares(num_nodes, [getattr(split, role) for role in roles]), strict=True)))

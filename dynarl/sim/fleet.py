@@ -33,6 +33,7 @@ class SimFleet:
         self.world, self.loop, self.log = world, loop, log
         self.message_ns = nanoseconds(world.times.message_s)
         self.verified_ns = nanoseconds(world.times.verify_s) + self.message_ns  # until the controller hears of it
+        self.verdict_ns = nanoseconds(world.times.verdict_s)
         self.figures_ns = nanoseconds(world.figures_s)
         self.listener: Any = None
         self.progress: Callable[[int, int], None] = lambda done, of: None

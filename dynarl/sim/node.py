@@ -157,14 +157,18 @@ class SimNode:
 
     # --- a change of roles
 
+    async def _order(self, seconds: float) -> None:
+        """An order that takes so long on a node without work."""
+        await self.fleet.pause(seconds * (self._world.times.at_work if self.works else 1.0))
+
     async def on_prepare(self, plan: dict[str, Any]) -> dict[str, Any]:
-        await self.fleet.pause(self._world.times.prepare_s)
+        await self._order(self._world.times.prepare_s)
         self.plan, role = plan, plan["moves"].get(self.name)
         ready = role not in self.dead
         return {"ready": ready, "reason": "" if ready else f"{self.name} has no {role} worker"}
 
     async def on_vote(self, epoch: int, limit_s: float) -> dict[str, Any]:
-        await self.fleet.pause(self._world.times.vote_s)
+        await self._order(self._world.times.vote_s)
         return {"ready": True, "same_digest": True}
 
     async def on_quiesce(self, epoch: int, limit_s: float) -> dict[str, Any]:
@@ -185,7 +189,7 @@ class SimNode:
         self._take_weights(target, self.plan["version"])
 
     async def on_commit(self, epoch: int) -> None:
-        await self.fleet.pause(self._world.times.commit_s)
+        await self._order(self._world.times.commit_s)
         self.fleet.timeline.cut(self._loop.now_ns)
         self.active, self.plan, self.open = self.plan["moves"].get(self.name, self.active), None, True
         self._log.note(f"role {self.name} {self.active}")

@@ -50,6 +50,7 @@ class Rollout:
         self.at_tool: dict[str, Happening] = {}
         self._tools_free_ns = [0] * (self._world.tools_at_once or 0)
         self._reporting = False
+        self._judged_ns = 0  # when the last verdict is there
 
     def _seat(self, number: int) -> Seat:
         return Seat(self._world.engine(), number)
@@ -138,7 +139,8 @@ class Rollout:
         del self.where[sample], seat.samples[sample]
         if not self.where:
             node.work_ended()
-        self._loop.at(self._loop.now_ns + self._fleet.verified_ns, self._verified, sample, tokens)
+        self._judged_ns = max(self._judged_ns, self._loop.now_ns) + self._fleet.verdict_ns
+        self._loop.at(self._judged_ns + self._fleet.verified_ns, self._verified, sample, tokens)
 
     def _call_tool(self, sample: str, event: Event) -> ToolCall:
         turn, begin_ns = self._fleet.requests[sample].turns[event.turn], self._loop.now_ns

@@ -1,29 +1,26 @@
 """Simulated against measured: constants fitted to some iterations of a trace predict the others.
 
 Iterations of a trace go by the name of their candidate (`dynarl bench roles`), else by their policy. Each name is
-simulated as often as it was measured, on what its own earlier iterations taught it, and medians are compared.
+simulated as often as it was measured, on what its own earlier iterations taught it, and means are compared, as the
+constants are means. What a benchmark does not count is not compared.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from dynarl.config.schema import Config, Policy
-from dynarl.controller.nodes import assign_homes
+from dynarl.config.schema import Config
 from dynarl.controller.trace import Line
 from dynarl.errors import NotFoundError
-from dynarl.sim.calibrate import Calibration, renamed, requests
-from dynarl.sim.run import run
+from dynarl.sim.calibrate import Calibration, named, warm
+from dynarl.sim.replayed import replay
 
 
 @dataclass(frozen=True)
 class Row:
-    """Median seconds of an iteration, and the range of what was measured."""
+    """Mean seconds of an iteration, and the range of what was measured."""
 
     name: str
     nodes: int
@@ -38,14 +35,6 @@ class Row:
         return self.simulated_s / self.measured_s - 1
 
 
-def named(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Lines of a trace by candidate or policy."""
-    found: dict[str, list[Line]] = defaultdict(list)
-    for line in lines:
-        found[line.candidate or line.policy].append(line)
-    return found
-
-
 def pick(lines: Sequence[Line], name: str) -> list[Line]:
     """Those of one name. Raises NotFoundError."""
     found = named(lines)
@@ -56,32 +45,22 @@ def pick(lines: Sequence[Line], name: str) -> list[Line]:
 
 def compare(config: Config, lines: Sequence[Line], calibration: Calibration) -> list[Row]:
     """A row for each name in the trace."""
+    counted = {id(line) for line in warm(lines)}
     rows = []
     for name, same in named(lines).items():
-        measured = [line.seconds for line in same]
-        simulated = simulate(config, same, calibration)
+        # What is not counted is simulated all the same: the policy learns from it.
+        again = replay(config, same, calibration)
+        pairs = [(line, other) for line, other in zip(same, again, strict=True) if id(line) in counted]
+        if not pairs:
+            continue
+        measured = [_seconds(line, line) for line, _ in pairs]
+        simulated = statistics.fmean(_seconds(line, other) for line, other in pairs)
         rows.append(
-            Row(name, len(same[0].roles), statistics.median(measured), min(measured), max(measured), simulated)
+            Row(name, len(same[0].roles), statistics.fmean(measured), min(measured), max(measured), simulated)
         )
     return rows
 
 
-def simulate(config: Config, same: Sequence[Line], calibration: Calibration) -> float:
-    """Median seconds of the iterations that these lines tell of, one after another."""
-    first = same[0]
-    policy = policy_of(config, first)
-    homes = first.roles if policy.name == "static" else assign_homes(config, sorted(first.roles))
-
-    def draw(iteration: int, seed: int):
-        return renamed(requests(same[iteration - 1]), iteration)
-
-    world = calibration.world(msgspec.structs.replace(config, policy=policy), dict(homes), draw)
-    return statistics.median(each.makespan_s for each in run(world, 1, iterations=len(same)).iterations)
-
-
-def policy_of(config: Config, line: Line) -> Policy:
-    """As it ran: a bench's own candidates lend the trainer's nodes, and say in what order requests wait."""
-    if not line.candidate:
-        return config.policy
-    lends = line.policy in ("threshold", "adaptive")
-    return msgspec.structs.replace(config.policy, name=line.policy, lend_owners=lends)
+def _seconds(line: Line, of: Line) -> float:
+    """Of an iteration like `line`; of a benchmark's from its start roles on: it comes from those of another candidate."""
+    return of.seconds - (of.enter_s if line.candidate else 0.0)

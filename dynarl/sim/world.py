@@ -34,7 +34,9 @@ class Times:
 
     inference, training: of one group at one device, from (prompt, response) tokens of its samples; optimizer: of one
     step, from the number of devices that share the optimizer's state; transfer: of a node, from its old and its new
-    role, weights included; load: of new weights into the workers of a role; restart: of a worker that died.
+    role, weights included; load: of new weights into the workers of a role; verdict: of a node on an answer, one after
+    another, and verify: of every answer besides; restart: of a worker that died. Orders of a change of roles take `at_work`
+    times as long on nodes that have work.
     """
 
     inference: Callable[[Sequence[tuple[int, int]]], float]
@@ -48,6 +50,8 @@ class Times:
     commit_s: float = 0.005
     message_s: float = 0.001
     verify_s: float = 0.005
+    verdict_s: float = 0.0
+    at_work: float = 1.0
     restart_s: float = 30.0
 
 
