@@ -38,6 +38,8 @@ FORGET_LOAD, FORGET_OTHERS = 0.94, 0.998
 SAME_FIT = 1e-4
 # Steps after which the fit is made again though nobody has asked: predictions are held against an older one until then.
 REFIT_AFTER = 16
+# Steps that are kept until somebody asks, and taken in together.
+MOST_UNLEARNED = 256
 # Complete groups from which on an iteration says by itself how late they are.
 DELAY_FROM_GROUPS = 16
 # A token's forward pass costs about what it adds to a decode step; with backward three times that. On devices whose
@@ -72,18 +74,25 @@ class StepTime:
     """
 
     def __init__(self) -> None:
-        self._fitted = np.array([0.01, 0.001, 0.0])
-        self._unfitted = 0  # observations since the last fit
+        self._fitted = (0.01, 0.001, 0.0)
+        self._unlearned: list[tuple[float, float, float]] = []  # (running, held tokens, seconds) since somebody asked
+        self._learned = self._unfitted = 0  # observations that were taken in, and those of them since the last fit
         self._held_each = 0.0  # tokens that a request held at the last observation
         self._prior: np.ndarray | None = None
-        # By octave of load: weighted sums of outer products of (features, 1), each in units of its step's time, so that
-        # large steps are not more certain than small ones.
-        self._sums: dict[int, np.ndarray] = {}
-        self.error = Errors()
+        # Of each octave of load weighted sums of outer products of (features, 1), each in units of its step's time, so
+        # that large steps are not more certain than small ones.
+        self._row_of: dict[int, int] = {}
+        self._sums = np.zeros((0, 4, 4))
+        self._error = Errors()
 
     @property
     def known(self) -> bool:
-        return self._prior is not None
+        return self._prior is not None or bool(self._unlearned)
+
+    @property
+    def error(self) -> Errors:
+        self._learn()
+        return self._error
 
     @property
     def fixed_s(self) -> float:
@@ -99,10 +108,10 @@ class StepTime:
     @property
     def parts(self) -> tuple[float, float, float]:
         """(a, c, k): seconds of every step, for each request, for each token held."""
+        self._learn()
         if self._unfitted:
             self._fit()
-        a, c, k = self._fitted.tolist()
-        return a, c, k
+        return self._fitted
 
     def seconds(self, running: float) -> float:
         return self.fixed_s + self.per_request_s * running
@@ -114,24 +123,46 @@ class StepTime:
         """Steps of `running` requests, which held so many tokens together, took `seconds` each."""
         if running <= 0 or seconds <= 0:
             return
+        self._unlearned.append((running, held_tokens, seconds))
+        if len(self._unlearned) >= MOST_UNLEARNED:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Take in what was observed. A fit that no remembered prediction rests on is left out."""
+        if not self._unlearned:
+            return
+        new, self._unlearned = self._unlearned, []
         if self._prior is None:
+            running, _, seconds = new[0]
             self._prior = PRIOR_WEIGHT * np.diag([seconds**-2, (running / seconds) ** 2])
             self._guess = np.array([0.5 * seconds, 0.5 * seconds / running])
-            self._fitted = np.append(self._guess, 0.0)
-        self._held_each, self._last = held_tokens / running, (running, seconds)
-        self.error.add(float(self._fitted @ [1.0, running, held_tokens]), seconds)
-        row = np.array([1.0, running, held_tokens, seconds]) / seconds
+            self._fitted = (*self._guess.tolist(), 0.0)
+        for left, (running, held, seconds) in zip(range(len(new), 0, -1), new):
+            a, c, k = self._fitted
+            self._error.add(a + c * running + k * held, seconds)
+            self._held_each, self._last = held / running, (running, seconds)
+            self._add(running, held, seconds)
+            self._learned += 1
+            self._unfitted += 1
+            if self._unfitted >= REFIT_AFTER or self._learned < REFIT_AFTER:
+                self._unfitted = 0
+                if left <= REMEMBERED + REFIT_AFTER:
+                    self._fit()
+
+    def _add(self, running: float, held: float, seconds: float) -> None:
+        row = np.array([1.0, running, held, seconds]) / seconds
         here = int(2.0 * math.log2(running)) if running > 1 else 0
-        for load, sums in self._sums.items():
-            sums *= FORGET_LOAD if load == here else FORGET_OTHERS
-        self._sums[here] = self._sums.get(here, 0.0) + np.outer(row, row)
-        self._unfitted += 1
-        if self._unfitted >= REFIT_AFTER or len(self.error.last) < REFIT_AFTER:
-            self._fit()
+        if here not in self._row_of:
+            self._row_of[here] = len(self._row_of)
+            self._sums = np.concatenate([self._sums, np.zeros((1, 4, 4))])
+        at = self._row_of[here]
+        kept = FORGET_LOAD * self._sums[at]
+        self._sums *= FORGET_OTHERS
+        self._sums[at] = kept + row[:, None] * row
 
     def _fit(self) -> None:
         self._unfitted, (running, seconds) = 0, self._last
-        total = sum(self._sums.values())
+        total = self._sums.sum(axis=0)
         squares, products = total[:3, :3].copy(), total[:3, 3].copy()
         squares[:2, :2] += self._prior
         products[:2] += self._prior @ self._guess
@@ -148,7 +179,7 @@ class StepTime:
                 found[chosen] = parts
         if found is not None:
             least = LEAST_SHARE * seconds
-            self._fitted = np.maximum(found, [least, least / running, 0.0])
+            self._fitted = tuple(np.maximum(found, [least, least / running, 0.0]).tolist())
 
 
 class WorkRate:
