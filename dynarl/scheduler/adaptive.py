@@ -95,7 +95,7 @@ def decide(
             return tried
         leave, held_by = 0, held_by or f"{unknown} was not seen at work yet"
     plans = _plans(situation, pool, costs, leave, problem, allocations)
-    alone = _finish(problem, situation, pool, plans, None)
+    alone = _finish(problem, situation, pool, plans)
     chosen, best_s, why = _choose(problem, situation, pool, plans, alone, costs.error)
     return _answer(situation, pool, plans, alone, chosen, best_s, held_by or why, costs, made)
 
@@ -126,7 +126,7 @@ def start_roles(
         plans.append(
             _Plan((now[0] + count, *(n - given[stage] for stage, n in zip(able, now[1:]))), flows, moved=count)
         )
-    alone = _finish(problem, situation, pool, plans, None)
+    alone = _finish(problem, situation, pool, plans)
     ends = _with_later(problem, situation, pool, plans, alone)
     best = max(i for i, end_s in enumerate(ends) if end_s <= ends.min() * (1.0 + START_SHARE))
     return {**home, **(pool.pick(plans[best].flows) or {})}
@@ -255,22 +255,27 @@ def _plans(
         flows = pool.flows(target)
         if flows is not None:
             back = any(giver and order.index(giver) > order.index(taker) for giver, taker in flows)
-            ways = {taker: max(pause_s(flow) for flow in flows if flow[1] == taker) for _, taker in flows}
+            ways: dict[str, float] = {}
+            for flow in flows:
+                ways[flow[1]] = max(pause_s(flow), ways.get(flow[1], 0.0))
             cost_s = sum(ways.values()) if situation.one_by_one else max(ways.values(), default=0.0)
             plans.append(_Plan(target, flows, cost_s, sum(flows.values()), back))
     return plans
 
 
 def _finish(
-    problem: Problem, situation: Situation, pool: Pool, plans: list[_Plan], later: np.ndarray | None
+    problem: Problem,
+    situation: Situation,
+    pool: Pool,
+    plans: list[_Plan],
+    rows: np.ndarray | slice = slice(None),
+    later: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Seconds to the end for each plan; later: [plans, cells] rollout nodes that it keeps."""
+    """Seconds to the end for each plan, or for those in `rows`; later: [rows, cells] rollout nodes that these keep."""
     now = np.array([pool.now[c] for c in situation.components])
-    nodes = np.array([plan.target for plan in plans])
+    nodes, pause_s = np.array([plan.target for plan in plans])[rows], np.array([plan.pause_s for plan in plans])[rows]
     generators = np.repeat(nodes[:, :1], CELLS, axis=1) if later is None else later
-    ends = finish_times(
-        problem, nodes, np.maximum(nodes - now, 0), np.array([plan.pause_s for plan in plans]), generators
-    )
+    ends = finish_times(problem, nodes, np.maximum(nodes - now, 0), pause_s, generators)
     return np.where(ends < FAR_S, ends, NEVER_S)
 
 
@@ -279,32 +284,27 @@ def _choose(
 ) -> tuple[int, float, str]:
     """Index of the plan to take, its forecast with later changes, and why if it is to stay."""
     looked_at = _promising(plans, alone)
-    best_s = _with_later(problem, situation, pool, [plans[i] for i in looked_at], alone[looked_at])
-    stay_s = float(best_s[0])
     # To generate again must gain by itself, not by what else moves along.
     generator = situation.generator
     returns = np.array([any(giver and taker == generator for giver, taker in plans[i].flows) for i in looked_at])
     gains = np.where(returns, alone[looked_at][~returns].min(), alone[0]) - alone[looked_at]
     noise_s = NOISE_SHARE * max(error, LEAST_ERROR) * min(alone[0], FAR_S)
-    worth = np.array(
-        [
-            gain > max(PAYBACK * plan.pause_s, BACK_SHARE * min(alone[0], FAR_S) if plan.back else noise_s)
-            for gain, plan in zip(gains, (plans[i] for i in looked_at))
-        ]
-    )
-    worth[0] = False
-    if not worth.any():
+    back_s = BACK_SHARE * min(alone[0], FAR_S)
+    worth = [
+        i
+        for i, gain in zip(looked_at.tolist(), gains)
+        if i and gain > max(PAYBACK * plans[i].pause_s, back_s if plans[i].back else noise_s)
+    ]
+    kept = [0, *worth]
+    stay_s, *best_s = _with_later(problem, situation, pool, [plans[i] for i in kept], alone[kept]).tolist()
+    if not worth:
         return 0, stay_s, "no move gains more than it costs"
-    first = float(best_s[worth].min())
+    first = min(best_s)
     if first > stay_s:
         return 0, stay_s, "the same later is better than a move now"
-    ties = [
-        (plans[i].moved, best, i)
-        for i, best, good in zip(looked_at, best_s, worth)
-        if good and best <= first * (1.0 + SAME)
-    ]
+    ties = [(plans[i].moved, best, i) for i, best in zip(worth, best_s) if best <= first * (1.0 + SAME)]
     _, best, index = min(ties)
-    return index, float(best), ""
+    return index, best, ""
 
 
 def _promising(plans: list[_Plan], alone: np.ndarray) -> np.ndarray:
@@ -330,20 +330,23 @@ def _with_later(
         return alone
     live = np.maximum(problem.generation.live[:-1], NO_NODES)
     least = max(problem.stuck, 1, -(-int(live[0] * 0.5) // max(situation.most, 1)))
-    cells = np.arange(CELLS)
-    rows: list[int] = []
-    later: list[np.ndarray] = []
-    for index, plan in enumerate(plans):
-        have = plan.target[0]
+    begun = np.arange(CELLS) >= np.array(LATER_CELLS)[:, None, None]
+    shares = np.array([[np.minimum(live / live[cell], 1.0) ** power for power in KEPT_POWERS] for cell in LATER_CELLS])
+
+    @functools.cache
+    def ways(have: int) -> np.ndarray:
+        """[ways, cells] rollout nodes that are kept of so many."""
         fewer = sorted({max(least, round(have * part)) for part in KEPT_SHARES} | {max(have - 1, least)})
-        for cell in LATER_CELLS if have > least else ():
-            kept = [np.full(CELLS, keep) for keep in fewer if keep < have]
-            kept += [np.ceil(have * np.minimum(live / live[cell], 1.0) ** power) for power in KEPT_POWERS]
-            later += [np.where(cells < cell, have, np.clip(keep, least, have)) for keep in kept]
-        rows += [index] * (len(later) - len(rows))
-    if not rows:
+        fewer = np.array([keep for keep in fewer if keep < have], dtype=float)
+        at_once = np.broadcast_to(fewer[:, None], (len(LATER_CELLS), len(fewer), CELLS))
+        kept = np.concatenate([at_once, np.clip(np.ceil(have * shares), least, have)], axis=1)
+        return np.where(begun, kept, have).reshape(-1, CELLS)
+
+    later = {index: ways(plan.target[0]) for index, plan in enumerate(plans) if plan.target[0] > least}
+    if not later:
         return alone
-    found = _finish(problem, situation, pool, [plans[row] for row in rows], np.array(later, dtype=float))
+    rows = np.repeat(list(later), [len(each) for each in later.values()])
+    found = _finish(problem, situation, pool, plans, rows, np.concatenate(list(later.values())))
     best = alone.copy()
     np.minimum.at(best, rows, found)
     return best

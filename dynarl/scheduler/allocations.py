@@ -57,6 +57,8 @@ class Pool:
     def __init__(self, situation: Situation):
         self._situation = situation
         self.now: Counter[str | None] = Counter(situation.roles.values())
+        self._components, self._free = situation.components, self.now[None]
+        self._have = [self.now[component] for component in self._components]
         self._by: dict[tuple[str | None, frozenset[str]], list[str]] = defaultdict(list)
         for node, role in situation.roles.items():
             others = situation.may[node] - {role}
@@ -66,7 +68,7 @@ class Pool:
                 others -= {situation.generator}
             if others:
                 self._by[role, others].append(node)
-        self.able: Counter[tuple[str | None, str]] = Counter()
+        self.able: defaultdict[tuple[str | None, str], int] = defaultdict(int)
         self.movable: Counter[str | None] = Counter()
         for (role, others), nodes in self._by.items():
             self.movable[role] += len(nodes)
@@ -75,10 +77,13 @@ class Pool:
 
     def flows(self, target: tuple[int, ...]) -> Flows | None:
         """The fewest moves to these numbers of nodes; None where nodes cannot go there. The free pool gives first."""
-        components = self._situation.components
-        missing = {c: n - self.now[c] for c, n in zip(components, target) if n > self.now[c]}
-        spare: dict[str | None, int] = {None: self.now[None]}
-        spare |= {c: self.now[c] - n for c, n in zip(components, target) if n < self.now[c]}
+        missing: dict[str, int] = {}
+        spare: dict[str | None, int] = {None: self._free}
+        for component, have, want in zip(self._components, self._have, target):
+            if want > have:
+                missing[component] = want - have
+            elif want < have:
+                spare[component] = have - want
         flows: Flows = {}
         for taker in sorted(missing, key=lambda c: sum(self.able[giver, c] for giver in spare)):
             for giver in spare:

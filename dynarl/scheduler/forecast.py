@@ -96,7 +96,7 @@ def generation(
     if not len(kinds):
         nothing = np.zeros(CELLS + 1)
         return Generation(nothing, nothing, nothing[1:], nothing, np.ones(CELLS + 1), 0.0, 0.0, 0.0, 0.0)
-    furthest = max(survival.expected_max_remaining(lengths), 1.0)
+    furthest = max(survival.until_last(kinds, counts), 1.0)
     total = counts.sum()
     if total <= slots:
         x = points(furthest, CELLS)
@@ -152,6 +152,8 @@ def _in_order(
         still = run[cell] + (began[:cell] @ last[cell:0:-1] if cell else 0.0)
         began[cell] = min(max(slots - still, 0.0), rest)
         rest -= began[cell]
+        if not rest:
+            break
     run = run + np.convolve(began, last)[: FINE_CELLS + 1]
     held = running @ (first * (kinds[:, None] + x)) + np.convolve(began, last * (mean + x))[: FINE_CELLS + 1]
     live = run + queued - np.cumsum(began)

@@ -51,8 +51,11 @@ class Survival:
         """[answers, points]: chance that an answer of so many tokens gets more than `more` further ones."""
         at = np.clip(np.asarray(tokens_so_far, int), 0, self.max_tokens)
         now = self.above[at]
-        places = np.arange(self.max_tokens + 1)
-        later = np.interp(at[:, None] + np.asarray(more)[None, :], places, self.above, right=0.0)
+        # On the line between two lengths.
+        places = np.minimum(at[:, None] + np.asarray(more), self.max_tokens)
+        below = np.minimum(places.astype(int), self.max_tokens - 1)
+        later = self.above[below]
+        later += (self.above[below + 1] - later) * (places - below)
         return np.divide(later, now[:, None], out=np.zeros_like(later), where=now[:, None] > 0)
 
     def expected_remaining(self, tokens_so_far: Sequence[int] | int) -> np.ndarray:
@@ -71,7 +74,10 @@ class Survival:
         >>> fit([2, 4], [], max_tokens=4, tail_at_risk=0).expected_max_remaining([0, 0])
         3.5
         """
-        kinds, counts = grouped(tokens_so_far)
+        return self.until_last(*grouped(tokens_so_far))
+
+    def until_last(self, kinds: np.ndarray, counts: np.ndarray) -> float:
+        """The same of `counts` answers of each of these kinds."""
         if not len(kinds):
             return 0.0
         furthest = self.max_tokens - int(kinds.min())
