@@ -60,6 +60,7 @@ class Pool:
         self._components, self._free = situation.components, self.now[None]
         self._have = [self.now[component] for component in self._components]
         self._by: dict[tuple[str | None, frozenset[str]], list[str]] = defaultdict(list)
+        self._order: dict[tuple[str | None, str], list[str]] = {}
         for node, role in situation.roles.items():
             others = situation.may[node] - {role}
             if node in situation.bound and role != situation.generator:
@@ -85,7 +86,10 @@ class Pool:
             elif want < have:
                 spare[component] = have - want
         flows: Flows = {}
-        for taker in sorted(missing, key=lambda c: sum(self.able[giver, c] for giver in spare)):
+        takers = list(missing)
+        if len(takers) > 1:  # who can take from the fewest comes first
+            takers.sort(key=lambda c: sum(self.able[giver, c] for giver in spare))
+        for taker in takers:
             for giver in spare:
                 count = min(missing[taker], spare[giver], self.able[giver, taker])
                 if count > 0:
@@ -104,24 +108,25 @@ class Pool:
         order = {component: index for index, component in enumerate((None, *situation.components))}
         # Most particular first: a node that can go to one place only is no help elsewhere.
         for (giver, taker), count in sorted(flows.items(), key=lambda flow: (self.able[flow[0]], order[flow[0][1]])):
-            able = [
-                node
-                for (role, others), nodes in self._by.items()
-                if role == giver and taker in others
-                for node in nodes
-                if node not in taken
-            ]
-            wanted = situation.bound if taker == situation.components[-1] else situation.roles.keys() - situation.bound
-            able.sort(
-                key=lambda n: (
-                    n not in wanted, n not in situation.slow, situation.running.get(n, 0), len(situation.may[n]), n
-                )
-            )  # fmt: skip
+            able = [node for node in self._ranked(giver, taker) if node not in taken]
             if len(able) < count:
                 return None
             taken |= set(able[:count])
             moves |= dict.fromkeys(able[:count], taker)
         return dict(sorted(moves.items(), key=lambda move: (order[situation.roles[move[0]]], order[move[1]], move[0])))
+
+    def _ranked(self, giver: str | None, taker: str) -> list[str]:
+        """Nodes that can go from one to the other, those that rather should first."""
+        if (giver, taker) not in self._order:
+            situation = self._situation
+            wanted = situation.bound if taker == self._components[-1] else situation.roles.keys() - situation.bound
+            self._order[giver, taker] = sorted(
+                (n for (role, others), nodes in self._by.items() if role == giver and taker in others for n in nodes),
+                key=lambda n: (
+                    n not in wanted, n not in situation.slow, situation.running.get(n, 0), len(situation.may[n]), n
+                ),
+            )  # fmt: skip
+        return self._order[giver, taker]
 
 
 def targets(

@@ -226,24 +226,26 @@ def finish_times(
         during = own[:, None] + leavers[:, s, None] * gone
         after = own + freed[:, s]
         last = after + passed
+        at_last = _whole(last, future)
         edges, capacity = _capacity(
             problem,
             ends,
             spans,
             _whole(during, future),
             _whole(after, future),
-            _whole(last, future),
+            at_last,
             incoming[:, 1 + s],
             pause_s,
             np.maximum(passed_at, ends[:, -1]),
         )
-        slope = np.maximum(_whole(last, future), NO_NODES)
+        slope = np.maximum(at_last, NO_NODES)
         at = _read(arrivals, edges, capacity, slope)
         done = np.cumsum(size)
         in_capacity = done + np.maximum.accumulate(at - (done - size), axis=1)
-        departures = np.maximum(_read(in_capacity, capacity, edges, 1.0 / slope), arrivals + group_s * (size > 0))
-        worked_off = _read(np.full((len(nodes), 1), done[-1]), capacity, edges, 1.0 / slope)[:, 0]
-        paths = [*(path + group_s for path in paths), worked_off]
+        all_work = np.full((len(nodes), 1), done[-1])
+        through = _read(np.append(in_capacity, all_work, axis=1), capacity, edges, 1.0 / slope)
+        departures = np.maximum(through[:, :-1], arrivals + group_s * (size > 0))
+        paths = [*(path + group_s for path in paths), through[:, -1]]
         # What is through already passes nothing on by itself: that is for a decision now.
         if stage.passes_on and future:
             passed_at, passed = departures[:, -1] + problem.move_s, last
@@ -265,7 +267,9 @@ def _generate(problem: Problem, generators: np.ndarray) -> np.ndarray:
     # Requests change nodes, so all nodes have about as many. Of these some are at a tool.
     have = live / generators
     each = np.minimum(have, most)
-    for _ in range(2 if problem.wait_s else 1):
+    step_s = a + np.maximum(each, 1.0) * (c + k * held)
+    if problem.wait_s:
+        each = np.minimum(have * (step_s / (step_s + problem.wait_s)), most)
         step_s = a + np.maximum(each, 1.0) * (c + k * held)
         each = np.minimum(have * (step_s / (step_s + problem.wait_s)), most)
     alone_s = np.where(live < 1.0, steps * (step_s + problem.wait_s), 0.0)

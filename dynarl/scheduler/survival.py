@@ -26,6 +26,8 @@ TAIL_AT_RISK = 8.0
 # The tail's hazard is measured over at least the latest of this share of the events, so that a single one does not
 # set it.
 TAIL_SHARE = 0.1
+# Weight of answers at a length that none has: a small number to divide nothing by.
+NOBODY = 1e-300
 # What is believed before anything has finished: a mean of this share of the longest answer, worth one event.
 PRIOR_MEAN_SHARE = 0.5
 # Points of integration over remaining tokens, denser near 0, and kinds of present lengths that are told apart.
@@ -45,7 +47,7 @@ class Survival:
     @cached_property
     def _rest(self) -> np.ndarray:
         """Sum of `above` from each length on."""
-        return np.append(np.cumsum(self.above[::-1])[::-1], 0.0)
+        return _from_end(self.above)
 
     def remains(self, tokens_so_far: np.ndarray, more: np.ndarray) -> np.ndarray:
         """[answers, points]: chance that an answer of so many tokens gets more than `more` further ones."""
@@ -121,26 +123,42 @@ def fit(
 
 
 def _histogram(lengths: Sequence[int], max_tokens: int) -> np.ndarray:
-    return np.bincount(np.clip(np.asarray(lengths, int), 0, max_tokens), minlength=max_tokens + 1).astype(float)
+    return np.bincount(np.clip(np.asarray(lengths, int), 0, max_tokens), minlength=max_tokens + 1)
 
 
 def _estimate(events: np.ndarray, censored: np.ndarray, max_tokens: int, tail_at_risk: float) -> Survival:
-    at_risk = np.cumsum((events + censored)[::-1])[::-1]
-    hazard = np.divide(events, at_risk, out=np.zeros(max_tokens + 1), where=at_risk > 0)
+    at_risk = _from_end(events + censored)
+    # In place where it can be: to take and return the memory of all these lengths would cost more than to use it.
+    hazard = np.maximum(at_risk, NOBODY)
+    np.divide(events, hazard, out=hazard)
     # The tail begins where too few are at risk. Ending at max_tokens is no event: the answer was cut, not finished.
-    enough = at_risk >= max(tail_at_risk, 1e-9)
-    begin = int(np.flatnonzero(enough)[-1]) + 1 if enough.any() else 0
+    begin = _last(at_risk, max(tail_at_risk, 1e-9)) + 1
     if begin <= max_tokens:
-        later = np.cumsum(events[:max_tokens][::-1])[::-1]
+        later = _from_end(events[:max_tokens])
         enough = max(TAIL_SHARE * later[0], min(TAIL_AT_RISK, later[0]))
-        measured_from = int(np.flatnonzero(later >= enough)[-1]) if later[0] else 0
+        measured_from = _last(later, enough) if later[0] else 0
         natural = slice(min(begin, measured_from), max_tokens)
         exposure, seen = at_risk[natural].sum(), events[natural].sum()
         prior_mean = max(PRIOR_MEAN_SHARE * max_tokens, 1.0)
         hazard[begin:] = min((seen + 1.0) / (exposure + prior_mean), 1.0)
-    above = np.cumprod(1.0 - hazard)
+    np.subtract(1.0, hazard, out=hazard)
+    above = np.cumprod(hazard, out=hazard)
     above[max_tokens] = 0.0
     return Survival(above)
+
+
+def _from_end(numbers: np.ndarray) -> np.ndarray:
+    """Sums of each number and all behind it."""
+    return np.cumsum(numbers[::-1])[::-1]
+
+
+def _last(falling: np.ndarray, least: float) -> int:
+    """Index of the last that is at least so much, of numbers that never rise; -1 if none is.
+
+    >>> _last(np.array([3.0, 2.0, 2.0, 0.0]), 2.0)
+    2
+    """
+    return len(falling) - 1 - int(np.searchsorted(falling[::-1], least))
 
 
 @dataclass
