@@ -6,6 +6,7 @@ It outlives iterations, because what it has learned of lengths and speeds does. 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -61,9 +62,10 @@ class Router:
         self._prompt_tokens, self._finished = float(config.algorithm.max_prompt_tokens), 0
         self._kv_tokens: dict[str, dict[str, int]] = defaultdict(dict)  # node -> worker -> tokens its KV memory holds
         self._kv_of: dict[str, float] = {}  # node -> tokens that its memory may be given, where its workers all say
-        self._begun: dict[str, tuple[float, float]] = {}  # running sample -> (when it was handed out, its tokens then)
+        # running sample -> (when it was handed out, its tokens then, those of them that tools wrote)
+        self._begun: dict[str, tuple[float, int, int]] = {}
         self._tokens: dict[str, int] = {}  # sample that was given back -> its tokens
-        self._masked: dict[str, int] = {}  # and those of them that tools wrote
+        self._masked: dict[str, int] = {}  # and those of these that tools wrote
         # Nodes with places, of which nodes, and when to look at all of them again.
         self._free: dict[str, int] = {}
         self._looked_at: tuple[list[str], Ledger | None] = [], None
@@ -203,7 +205,7 @@ class Router:
         if self._free[node] <= 0:
             del self._free[node]
         for sample in samples:
-            self._begun[sample] = now, self._tokens.get(sample, 0)
+            self._begun[sample] = now, self._tokens.get(sample, 0), self._masked.get(sample, 0)
 
     def moves(self, ledger: Ledger, nodes: list[str], now: float) -> list[Move]:
         """Running requests that should change nodes. None as long as speeds are unknown: gain and cost are seconds."""
@@ -255,13 +257,10 @@ class Router:
         samples = ledger.running_on(node)
         found = self._columns.get(node)
         if found is None or found.samples is not samples:
-            begun = [self._begun.get(sample, (now, 0)) for sample in samples]
-            found = self._columns[node] = _Columns(
-                samples,
-                np.array([since for since, _ in begun], float),
-                np.array([before for _, before in begun], float),
-                np.array([self._masked.get(sample, 0) for sample in samples], int),
-            )
+            begun, unknown = self._begun, (now, 0, 0)
+            rows = [begun.get(sample, unknown) for sample in samples]
+            columns = np.fromiter(itertools.chain.from_iterable(rows), float, 3 * len(rows)).reshape(-1, 3).T
+            found = self._columns[node] = _Columns(samples, *columns[:2].copy(), columns[2].astype(int))
         return found
 
     def _expected(self, samples: list[str], tokens: np.ndarray, sampled: np.ndarray) -> np.ndarray:

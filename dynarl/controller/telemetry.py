@@ -372,14 +372,15 @@ class Monitor:
         """Tokens so far of the `count` requests on a node: what its workers have told, and a token for each step since
         then."""
         now, step_s, most = self.clock(), self.costs.step.seconds(count), self.lengths.max_tokens - 1
-        known = sorted(
-            min(tokens + int((now - figures["at"]) / step_s), most)
+        told = [
+            np.asarray(figures["lengths"], int) + int((now - figures["at"]) / step_s)
             for figures in self._workers[node].values()
-            for tokens in figures["lengths"]
-        )
-        if not known:
+            if len(figures["lengths"])
+        ]
+        if not told:
             return np.full(count, min(int((now - self._began) / step_s), most))
-        return np.array(known)[(2 * np.arange(count) + 1) * len(known) // (2 * count)]
+        known = np.sort(np.minimum(np.concatenate(told), most))
+        return known[(2 * np.arange(count) + 1) * len(known) // (2 * count)]
 
     def kv_tokens(self) -> float | None:
         """What the requests of a node may take of KV memory, those queued in their turn; None while no engine has told.
