@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from dynarl.fabric.network import AnalyticNetwork, FlowLevelNetwork
 from dynarl.fabric.topology import rail_optimised
@@ -48,12 +48,11 @@ class Costs:
             leave_s = moves.leave_rollout_s if source == "rollout" else 0.0
             return slower.moves * (leave_s + moves.join_s.get(target, 0.0))
 
-        training = self._stage("training", slower.training)
         owned = self.model.num_params / scenario.training.tp
         memory = self.device.efficiency.memory * self.device.memory_bytes_per_s
         return Times(
             inference=self._stage("inference", slower.inference),
-            training=self._in_step(training) if lockstep else training,
+            training=self._in_step(slower.training) if lockstep else self._stage("training", slower.training),
             optimizer=lambda owners: scenario.training.step_s + owned / owners * UPDATE_BYTES / memory,
             transfer=transfer,
             load=lambda role: moves.sync_s if role == "rollout" else 0.0,
@@ -61,26 +60,34 @@ class Costs:
 
     def _stage(self, role: str, slower: float) -> GroupSeconds:
         """Seconds of one group at a replica, one sequence after the other."""
-        stage: Stage = getattr(self.scenario, role)
-        device, parallel, abreast = self._efficient(stage.efficiency), Parallel(tp=stage.tp), self.scenario.width // stage.tp
-
-        @functools.cache
-        def sequence(tokens: int) -> float:
-            context = (tokens - 1) / 2
-            if role == "inference":
-                return stage.sequence_s + inference_seconds(device, self.model, tokens, context, parallel)
-            return stage.sequence_s + sum(microbatch_seconds(device, self.model, tokens, context, parallel))
+        alone, abreast = self._sequences(role), self._abreast(role)
 
         def seconds(samples: Sequence[tuple[int, int]]) -> float:
-            return slower * sum(sequence(prompt + response) for prompt, response in samples) / abreast
+            return slower * sum(alone(np.array([prompt + response for prompt, response in samples])).tolist()) / abreast
 
         return seconds
 
-    def _in_step(self, alone: GroupSeconds) -> GroupSeconds:
+    def _abreast(self, role: str) -> int:
+        """Replicas of a stage inside the unit that changes role."""
+        return self.scenario.width // getattr(self.scenario, role).tp
+
+    def _sequences(self, role: str) -> Callable[[np.ndarray], np.ndarray]:
+        """Seconds of sequences of so many tokens, prompts included, each by itself."""
+        stage: Stage = getattr(self.scenario, role)
+        device, parallel = self._efficient(stage.efficiency), Parallel(tp=stage.tp)
+
+        def seconds(tokens: np.ndarray) -> np.ndarray:
+            work = device, self.model, tokens, (tokens - 1) / 2, parallel
+            return stage.sequence_s + (inference_seconds(*work) if role == "inference" else sum(microbatch_seconds(*work)))
+
+        return seconds
+
+    def _in_step(self, slower: float) -> GroupSeconds:
         """Every sequence takes as long as the longest of n is expected to: with the N sequences of an iteration in order,
         the i-th is the longest of n with probability (i / N)^n - ((i - 1) / N)^n."""
         n, requests = self.scenario.nodes, self.scenario.workload.draw(1, 0)
-        each = sorted(alone([(request.prompt_tokens, request.response_tokens)]) for request in requests)
+        tokens = np.array([request.total_tokens for request in requests])
+        each = sorted((slower * self._sequences("training")(tokens) / self._abreast("training")).tolist())
         total = len(each)
         longest = sum(t * ((i / total) ** n - ((i - 1) / total) ** n) for i, t in enumerate(each, 1))
         return lambda samples: longest * len(samples)
