@@ -94,6 +94,7 @@ class Monitor:
         self._last_stay, self._stay_at = "", -math.inf
         self.look_at = self._urgent_at = -math.inf
         self._state = self._needed = None
+        self._nodes: Counter[str] = Counter()  # by role, in this state
         self.lengths.next_iteration()
 
     # --- what happens
@@ -217,18 +218,21 @@ class Monitor:
         # What cannot wait for the next look: a component got work or ran out of it, or nodes are others; and, if the last
         # look is a while ago, that it has work for other numbers of its nodes.
         state = not ledger.num_live, not count("generated"), not count("scored"), roles
-        now = self.clock()
-        if now < self._urgent_at and state == self._state:
+        now, same = self.clock(), state == self._state
+        if same and now < self._urgent_at:
             return {}
-        nodes = Counter(roles.values())
+        if not same:
+            self._nodes = Counter(roles.values())
+        nodes = self._nodes
         needed = min(count("generated", "scoring"), nodes["inference"]), min(count("scored", "training"), nodes["training"])
-        if now < self.look_at and state == self._state and needed == self._needed:
+        if same and now < self.look_at and needed == self._needed:
             return {}
         if count("generating") == len(ledger.groups) and nodes["rollout"] == len(roles):
             return {}  # there is nothing else to do
         roles = dict(roles)
         state = (*state[:-1], roles)
-        may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
+        if down:
+            may = {node: frozenset(role for role in may[node] if (node, role) not in down) for node in roles}
         units = {role: max((len(r.nodes) for r in copies), default=1) for role, copies in replicas.items()}
         began = self.stopwatch()
         seen = self.situation(ledger, roles, may, wanted, needs_scoring, units, bound())

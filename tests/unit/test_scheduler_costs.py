@@ -143,3 +143,15 @@ def test_how_late_groups_are_is_that_of_the_iteration_before_until_enough_are_co
     delay.next_iteration()
     delay.finished("1")
     assert delay.estimate == found
+
+
+def test_what_is_taken_in_late_teaches_what_it_would_have_taught_at_once(monkeypatch):
+    source, late, at_once = random.Random(2), StepTime(), StepTime()
+    steps = [(source.choice((1, 3, 8, 24, 64)), source.uniform(0.01, 0.03), source.uniform(0, 1e5)) for _ in range(200)]
+    for step in steps:
+        late.observe(*step)
+    monkeypatch.setattr("dynarl.scheduler.costs.MOST_UNLEARNED", 1)
+    for step in steps:
+        at_once.observe(*step)
+    assert late.error.last == at_once.error.last
+    assert late.parts == at_once.parts and late.per_request_s == at_once.per_request_s
