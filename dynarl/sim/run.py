@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from dynarl.config import degrees
 from dynarl.controller.epochs import Epochs
@@ -42,8 +41,6 @@ from dynarl.sim.world import World
 
 # Figures further apart than so many reports say nothing about a decode step.
 REPORTS_APART = 4.0
-# Bytes that the memory allocator may keep are twice these.
-LARGEST_BLOCK = 2 << 20
 # Names that the message of a stuck simulation has of each kind.
 SHOWN = 5
 
@@ -150,9 +147,6 @@ def run(
 def _less_collection() -> Iterator[None]:
     """What a simulation makes lives long, and hardly any of it is in circles: looked through at the usual rate by the
     garbage collector it would take a sixth of the time."""
-    # glibc gives memory back, and takes it again page by page for the arrays of the next decision, where more is free than
-    # twice the largest block that there was.
-    np.empty(LARGEST_BLOCK, np.uint8)
     usual = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
