@@ -11,7 +11,7 @@ from dynarl.slurm import version
 from dynarl.slurm.client import Client, Presence, Restarts
 
 
-def until(client: Client, job_id: str, states: set[str], timeout_s: float = 20.0):
+def until(client: Client, job_id: str, states: set[str], timeout_s: float = 120.0):
     deadline = time.monotonic() + timeout_s
     while (info := client.job(job_id)).state not in states:
         assert time.monotonic() < deadline, info

@@ -99,7 +99,7 @@ class MiniSlurm:
         words = self.run(["scontrol", "-o", "show", "job", job_id]).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_job(self, job_id: str, timeout: float = 120, states: set[str] = FINAL) -> str:
+    def wait_job(self, job_id: str, timeout: float = 300, states: set[str] = FINAL) -> str:
         """Wait until the job is in one of these states, by default has ended. TimeoutError with the job's fields.
 
         `sbatch --wait` would do, but looks only each 10 s or so.
