@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from pretend_cluster import VirtualTime
 
 from dynarl.controller.epochs import Epochs, Weights
 from dynarl.controller.fleet import Fleet, StepLost
@@ -85,7 +86,8 @@ def on_epochs(tmp_path, scenario) -> list[dict]:
             await scenario(epochs, agents)
 
     agents, log = Agents(), journal.Journal(tmp_path / "journal.jsonl")
-    asyncio.run(go())
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(go())
     log.close()
     return [record for record in journal.read(tmp_path / "journal.jsonl") if record["type"].startswith("epoch_")]
 

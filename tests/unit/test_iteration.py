@@ -3,6 +3,7 @@ every sample of the step, once."""
 
 import asyncio
 import gc
+import itertools
 import time
 from collections import Counter
 
@@ -23,6 +24,8 @@ from dynarl.hypergraph import journal
 from dynarl.hypergraph.check import check
 from dynarl.scheduler.policy import View, capabilities, start_roles
 from dynarl.wire import CallError
+
+DECIDES_S = 2e-5  # what each decision takes, on every machine
 
 
 def describe(log, home, may, policy):
@@ -59,7 +62,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         iteration = cluster.iteration = Iteration(
             config, cluster, epochs, WEIGHTS, may, cluster.down, samples,
             scored_by_inference=any("inference" in choices for choices in may.values()),
-            monitor=Monitor(config, log, clock=asyncio.get_running_loop().time))
+            monitor=Monitor(config, log, clock=asyncio.get_running_loop().time, stopwatch=itertools.count(0.0, DECIDES_S).__next__))
         for name in slow:
             cluster.agents[name].slowness = 5.0
         cluster.spawn(cluster.report())

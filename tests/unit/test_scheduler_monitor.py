@@ -37,7 +37,8 @@ def log(tmp_path):
 
 
 def monitor(clock, log=None) -> Monitor:
-    found = Monitor(Config(policy=POLICY, rollout=Rollout(max_running=8)), log, clock=clock)
+    milliseconds = itertools.count(0.0, 0.001).__next__  # that each decision takes
+    found = Monitor(Config(policy=POLICY, rollout=Rollout(max_running=8)), log, clock=clock, stopwatch=milliseconds)
     found.begin(1)
     return found
 
@@ -161,7 +162,6 @@ def test_a_decision_and_what_came_of_it_are_on_record(clock, log, tmp_path):
 def test_it_looks_again_when_a_node_has_nothing_left_to_do(clock):
     """Two nodes train: at two groups both have one, at one group one of them is free, and nobody waits for the next look, but for a moment."""
     learning, ledger = monitor(clock), busy_ledger()
-    learning.stopwatch = itertools.count(0.0, 0.001).__next__  # a decision takes a millisecond
     roles = {"n1": "rollout", "n2": "training", "n3": "training"}
     looked = []
     learning.situation = lambda *args, inner=learning.situation: looked.append(clock.now) or inner(*args)
@@ -183,7 +183,6 @@ def test_it_looks_again_when_a_node_has_nothing_left_to_do(clock):
 
 def test_decisions_take_no_more_than_their_share_of_the_time(clock):
     learning = monitor(clock)
-    learning.stopwatch = itertools.count(0.0, 0.001).__next__  # a decision takes a millisecond
     ledger = Ledger(["1:0:0", "1:0:1"], scored_by_inference=False)
     ledger.dispatch("n1", ledger.waiting(2))
     looked = []
