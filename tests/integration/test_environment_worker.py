@@ -4,11 +4,11 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import zmq
+from machine import cpu_seconds, slowness
 
 from dynarl import wire
 from dynarl.tasks import tokenizer
@@ -31,10 +31,10 @@ class Client:
     def start(self) -> None:
         command = [sys.executable, "-m", "dynarl.roles.environment.worker", "--socket", self.address, "--name", "n1-environment-0"]
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        up = self.receive(60.0)  # cold imports on a busy machine
+        up = self.receive(120.0)  # cold imports on a busy machine
         assert isinstance(up, wire.Event) and up.name == "up" and up.data["role"] == "environment"
 
-    def receive(self, timeout_s: float = 20.0):
+    def receive(self, timeout_s: float = 60.0):
         if not self.socket.poll(timeout_s * 1000):
             raise TimeoutError(f"nothing from the worker in {timeout_s} s")
         return wire.decode(self.socket.recv_multipart()[1])
@@ -43,7 +43,7 @@ class Client:
         self.calls += 1
         self.socket.send_multipart([b"n1-environment-0", wire.encode(wire.Call(self.calls, method, args))])
 
-    def call(self, method: str, timeout_s: float = 20.0, **args):
+    def call(self, method: str, timeout_s: float = 60.0, **args):
         self.send(method, **args)
         reply = self.receive(timeout_s)
         assert reply.id == self.calls
@@ -129,15 +129,15 @@ def test_after_a_kill_in_a_hanging_verifier_a_new_process_goes_on(client):
 
 
 def test_the_worker_is_ready_fast_and_answers_fast(client):
-    """A node restarts it after every time-out, and scores hundreds of answers an iteration."""
-    started = time.monotonic()
+    """A node restarts it after every time-out, and scores hundreds of answers an iteration. In CPU time: the machine may
+    be busy."""
     client.call("open", task=TASK, seed=1)
     client.call("prompts", split="train", indices=list(range(64)))
     for index in range(256):
         score(client, {f"0:{index % 64}:0": b""})
-    assert time.monotonic() - started < 5.0  # 0.3 s on an idle core
+    assert cpu_seconds(client.process.pid) < 1.5 * slowness()  # 0.4 s, imports included
 
 
 def test_stop_ends_the_process(client):
     client.call("stop")
-    assert client.process.wait(timeout=10) == 0
+    assert client.process.wait(timeout=60) == 0

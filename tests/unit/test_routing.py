@@ -6,6 +6,7 @@ from collections import Counter
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from machine import slowness
 from routing_replay import Replay, long_tailed
 
 from dynarl.dataflow.routing import PAYBACK, Instance, Outline, Request, may_move, rebalance, route
@@ -83,13 +84,13 @@ def test_long_tailed_answers_end_no_later_than_with_even_shares(speeds, max_runn
     assert by_moves.total() <= rebalanced * even.total()
 
 
-def test_thousands_of_requests_are_placed_in_a_second():
+def test_thousands_of_requests_are_placed_within_seconds():
     source = random.Random(1)
     instances = [Instance(f"n{i}", 128, fixed_s=source.uniform(0.5, 2.0), prefill_s=0.1) for i in range(256)]
     requests = [r for number in range(2048) for r in group(number, 8, remaining=source.expovariate(0.001))]
     began = time.process_time()
     assert not route(requests, instances).waiting
-    assert time.process_time() - began < 1.5
+    assert time.process_time() - began < 2.0 * slowness()
 
 
 # --- groups

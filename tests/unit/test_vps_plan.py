@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machine import slowness
 from vps_pairs import (
     KINDS,
     OPTIMIZER,
@@ -155,7 +156,7 @@ def test_ranks_that_each_plan_alone_and_only_exchange_messages_arrive_together()
                 target.write(fragment, read(fragment))
             for round_, peer, out, into in step.exchanges:
                 wires[me, peer].put((round_, np.concatenate([read(f).ravel() for f in out] or [[]])))
-                number, message = wires[peer, me].get(timeout=60)
+                number, message = wires[peer, me].get(timeout=300)
                 assert number == round_
                 for fragment in into:
                     shape = [hi - lo for lo, hi in fragment.box]
@@ -465,9 +466,9 @@ def test_the_largest_published_models_are_planned_in_seconds(model, src, dst):
         return time.process_time() - began, plan
 
     whole, plan = seconds(plan_transition, dst)
-    assert whole < 5 and plan.bytes_received == plan.lower_bound
+    assert whole < 5 * slowness() and plan.bytes_received == plan.lower_bound
     busiest = max(plan.ranks, key=lambda rank: plan.bytes_received[rank] + plan.bytes_sent[rank])
-    assert min(seconds(plan_for_rank, plan.dst, busiest)[0] for _ in range(3)) < 0.2
+    assert min(seconds(plan_for_rank, plan.dst, busiest)[0] for _ in range(3)) < 0.2 * slowness()
 
 
 def test_pieces_of_several_sources_together():
