@@ -16,9 +16,10 @@ pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
 # Rewards that an untrained model has, so that there are gradients. So small a rate that rounding in another order changes no
-# sampled token: then all runs train on the same answers.
+# sampled token: then all runs train on the same answers. No verdict comes too late, which would be another reward.
 SAME = ("task.name=tests.integration.varied_task:VariedArithmetic", "algorithm.truncated=keep", "cluster.nodes=3", "split.rollout=1",
-        "split.inference=1", "algorithm.minibatches=2", "run.iterations=3", "training.lr=1e-6", "task.eval_size=0", "policy.dwell_s=0.0")
+        "split.inference=1", "algorithm.minibatches=2", "run.iterations=3", "training.lr=1e-6", "task.eval_size=0", "policy.dwell_s=0.0",
+        "task.verify_timeout_s=60")
 MODES = {
     "pipelined": ("policy.name=static",),
     "pipelined in chunks": ("policy.name=static", "dataflow.chunk={trajectories: 3, scored: 2}"),
@@ -62,8 +63,7 @@ def test_every_mode_trains_each_sample_once_with_the_same_loss(minislurm, runs):
 
 
 def test_a_worker_that_dies_while_roles_take_turns_costs_no_sample(minislurm, runs):
-    job = JobRun.submit(minislurm(nodes=3), runs, *SAME, "run.iterations=100000", "policy.name=colocated", "policy.switching=node",
-                        "cluster.time=0:30:00")
+    job = JobRun.submit(minislurm(nodes=3), runs, *SAME, "run.iterations=100000", "policy.name=colocated", "policy.switching=node")
     job.until(lambda: len(job.records("step_committed")) >= 2, 120, "an iteration")
     for role in ("rollout", "inference"):
         kill(job.worker_pids(role, "n2")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from job_harness import JobRun, gone, kill
+from machine import cpu_seconds
 
 from dynarl import rundir
 from dynarl.hypergraph.fold import fold
@@ -18,7 +20,7 @@ from dynarl.hypergraph.fold import fold
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-LONG = ("run.iterations=100000", "cluster.time=0:30:00")
+LONG = ("run.iterations=100000",)
 
 
 @pytest.fixture
@@ -59,13 +61,14 @@ def test_an_iteration_in_which_no_answer_counts_leaves_the_weights_alone(minislu
 
 
 @pytest.mark.parametrize("role", ["rollout", "training"])
-def test_a_worker_killed_in_an_iteration_is_named_within_two_seconds_and_the_job_goes_on(minislurm, runs, role):
+def test_a_worker_killed_in_an_iteration_is_named_at_once_and_the_job_goes_on(minislurm, runs, role):
     job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "policy.dwell_s=0.0")
     job.until(lambda: len(job.records("step_committed")) >= 2, 120, "two iterations")
     node = "n2"  # rollout's home; its training worker is borrowed
     killed_at = kill(job.worker_pids(role, node)[0])
-    died = job.until(lambda: job.records("worker_died"), 5, "the death is in the journal")[0]
-    assert died["t"] - killed_at < 2.0
+    died = job.until(lambda: job.records("worker_died"), 60, "the death is in the journal")[0]
+    # Its agent sees it end. That it gives no sign of life would strike nobody before 15 s.
+    assert died["t"] - killed_at < 15.0 and not job.records("worker_rebooted")
     assert (died["node"], died["role"], died["status"]) == (node, role, "killed by SIGKILL")
     steps = len(job.records("step_committed"))
     job.until(lambda: len(job.records("step_committed")) >= steps + 5, 120, "five more iterations after the death")
@@ -116,14 +119,18 @@ def test_a_cancel_through_the_run_directory_saves_and_ends_in_good_order(minislu
 
 
 def test_the_time_limit_saves_requeues_and_goes_on_at_the_right_iteration(minislurm, runs):
-    # USR1 comes up to a minute early, so a limit of two minutes with a notice of 60 s.
-    job = JobRun.submit(minislurm(nodes=2), runs, "run.iterations=100000", "cluster.time=2", "cluster.signal_before_s=75")
+    job = JobRun.submit(minislurm(nodes=2), runs, *LONG, "cluster.signal_before_s=150")
+    began = job.until(lambda: job.records("run_started"), 120, "the first start")[0]["t"]
+    job.until(lambda: job.records("step_committed"), 120, "an iteration")
+    # The limit comes near only now, however long the start took: it is two to three minutes away, and the notice is due.
+    set_time_limit(job, minutes=math.ceil((time.time() - began) / 60) + 2)
     ended = job.until(lambda: job.records("run_ended"), 150, "the controller has left before the limit")[0]
     assert ended["state"] == "requeued", job.story()
     saved = rundir.checkpoint_iteration(rundir.newest_checkpoint(job.run))
     last = [r["iteration"] for r in job.records("step_committed")][-1]
     assert saved == last > 0
     job.until(lambda: job.cluster.job(job.job_id)["JobState"] == "PENDING", 60, "Slurm has requeued the job")
+    set_time_limit(job, minutes=60)
     # Slurm holds it for as long as the credential of its first start is revoked (10 s here): starting it at once would fail.
     job.until(lambda: len(job.records("run_started")) == 2, 180, "the second start")
     resumed = job.until(lambda: job.records("resumed"), 60, "the second start has resumed")[0]
@@ -196,12 +203,11 @@ def test_agents_sleep_when_there_is_nothing_to_do(minislurm, runs):
         assert used_then - used < 0.5, f"an idle agent uses {20 * (used_then - used):.0f} % of a core"  # it spins
 
 
+def set_time_limit(job: JobRun, minutes: int) -> None:
+    job.cluster.run(["scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={minutes}"])
+
+
 def wake_ups(pid: int) -> int:
     """How often threads of `pid` have slept so far."""
     texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.MULTILINE)[1]) for text in texts)
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -72,7 +72,8 @@ def test_the_trainer_grows_onto_another_node_and_back_as_if_it_had_stayed(minisl
     cluster = minislurm(nodes=3)
     # So small a rate that rounding in another order changes no sampled token: then all runs train on the same answers.
     same = (*VARIED, "cluster.nodes=3", "split.rollout=2", f"policy.name={policy}", "policy.dwell_s=0.0",
-            "run.iterations=5", "checkpoint.every=1", "checkpoint.keep=9", "training.lr=1e-6", "task.eval_size=0")
+            "run.iterations=5", "checkpoint.every=1", "checkpoint.keep=9", "training.lr=1e-6", "task.eval_size=0",
+            "task.verify_timeout_s=60")  # a verdict that comes too late would be another reward
     stayed = JobRun.submit(cluster, runs, *same)
     assert stayed.wait()["state"] == "completed", stayed.story()
     job = JobRun.submit(cluster, runs, *same, 'training.layouts={2: "tp=1,nodes=2", 4: "tp=1,nodes=1"}')
@@ -101,7 +102,7 @@ def test_the_trainer_grows_onto_another_node_and_back_as_if_it_had_stayed(minisl
 
 def test_an_owner_that_dies_while_the_layout_changes_costs_a_step_back_and_not_the_job(minislurm, runs):
     job = JobRun.submit(
-        minislurm(nodes=2), runs, *TWO_DEVICES, "run.iterations=100000", "cluster.time=0:30:00", "checkpoint.every=1",
+        minislurm(nodes=2), runs, *TWO_DEVICES, "run.iterations=100000", "checkpoint.every=1",
         'training.layouts={3: "tp=2"}')
     job.until(lambda: job.records("layout_proposed"), 150, "the layout is about to change")
     kill(job.worker_pids("training", "n1")[0])
@@ -115,7 +116,7 @@ def test_an_owner_that_dies_while_the_layout_changes_costs_a_step_back_and_not_t
 def test_an_owner_that_joined_and_dies_takes_the_trainer_back_to_its_checkpoint_on_both_nodes(minislurm, runs):
     job = JobRun.submit(
         minislurm(nodes=3), runs, "cluster.nodes=3", "split.rollout=2", "policy.dwell_s=0.0", "run.iterations=100000",
-        "cluster.time=0:30:00", "checkpoint.every=1", 'training.layouts={2: "nodes=2"}')
+        "checkpoint.every=1", 'training.layouts={2: "nodes=2"}')
     committed = job.until(lambda: job.records("layout_committed"), 150, "the trainer has grown")[0]
     [joined] = [n for n, role in committed["home"].items() if role == "training" and n != "n1"]
     job.until(lambda: [r for r in job.records("checkpoint_saved") if r["iteration"] >= 3], 150, "a checkpoint of both")

@@ -38,7 +38,8 @@ def answers(job: JobRun) -> dict[str, int]:
 
 def metrics(job: JobRun) -> list[dict[str, float]]:
     """Of the iterations, in order."""
-    lines = [json.loads(line) for line in rundir.metrics(job.run).read_text().splitlines()]
+    text, _, _ = rundir.metrics(job.run).read_text().rpartition("\n")  # behind it a line may be on its way
+    lines = [json.loads(line) for line in text.splitlines()]
     return [line["data"] for line in lines if "response_length/mean" in line["data"]]
 
 
@@ -83,7 +84,7 @@ def test_killed_tool_and_rollout_workers_cost_no_sample_and_programs_run_in_thei
     pids = {
         pid
         for node in ("n2", "n3")
-        for pid, command in job.cluster.job_processes(node).items()
+        for pid, command in job.workers(node).items()
         if re.search("n[23]-environment-1", command)
     }
     assert len(pids) == 2
