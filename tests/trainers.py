@@ -98,7 +98,7 @@ def score(harness: Harness, model_dir: str, batches: list[list[dict]]) -> None:
 def together(workers: list[Handle], method: str, each: list[dict] | None = None, **args) -> list:
     """Call all workers at the same time; `each` has arguments of their own."""
     posted = [(w, w.post(method, **args, **(each[i] if each else {}))) for i, w in enumerate(workers)]
-    return [worker.reply(call, timeout_s=120.0) for worker, call in posted]
+    return [worker.reply(call, timeout_s=240.0) for worker, call in posted]
 
 
 def layout(**degrees) -> TrainLayout:

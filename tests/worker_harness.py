@@ -58,7 +58,7 @@ class Handle:
         self.pending = [event for event in self.pending if event not in taken]
         return [event.data for event in taken]
 
-    def wait_event(self, name: str, timeout_s: float = 60.0) -> dict:
+    def wait_event(self, name: str, timeout_s: float = 120.0) -> dict:
         """Take the oldest event of that name, waiting for it if need be."""
         self._until(lambda: any(event.name == name for event in self.pending), timeout_s, f"event {name!r}")
         event = next(event for event in self.pending if event.name == name)
@@ -81,7 +81,7 @@ class Handle:
 class Harness:
     """The agent's side: one ROUTER socket for any number of workers. Ends them all on exit. timeout_s: for an answer."""
 
-    def __init__(self, directory: Path, timeout_s: float = 60.0):
+    def __init__(self, directory: Path, timeout_s: float = 120.0):
         self.directory, self.timeout_s = directory, timeout_s
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
@@ -90,7 +90,7 @@ class Harness:
         self.router.bind(self.address)
         self.handles: dict[str, Handle] = {}
 
-    def start(self, module: str, name: str, python: str = sys.executable, env: dict[str, str] | None = None, up_timeout_s: float = 120.0) -> Handle:
+    def start(self, module: str, name: str, python: str = sys.executable, env: dict[str, str] | None = None, up_timeout_s: float = 240.0) -> Handle:
         """Start `python -m module` and wait until it reports that it is up."""
         log = self.directory / f"{name}.log"
         path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "tests")])  # the programs of tests, too

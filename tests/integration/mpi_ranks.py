@@ -91,7 +91,7 @@ class Workers:
 
     async def call(self, name, method, timeout_s=None, **args):
         pipe, process = self.pipes[name], self.processes[name]
-        end = time.monotonic() + (timeout_s or 60)
+        end = time.monotonic() + (timeout_s or 120)
         try:
             pipe.send((method, args))
             while not pipe.poll():
@@ -122,10 +122,10 @@ async def again(transitions, plain, key, nodes, staging, scenario, world, result
     target = str(staging / "v9" / "model.safetensors") if scenario == "sync" else None
     if "NoStagingMemory" in result.get("error", ""):
         transitions._directory = Path(sys.argv[2]) / "elsewhere"
-    result["prepared_again"] = not (await transitions.prepare(plain, nodes, 30.0))["cached"]
+    result["prepared_again"] = not (await transitions.prepare(plain, nodes, 90.0))["cached"]
     world.Barrier()
-    await transitions.run(key, 99, nodes, 30.0, destination=target)
-    await transitions.finish(key, 30.0)
+    await transitions.run(key, 99, nodes, 90.0, destination=target)
+    await transitions.finish(key, 90.0)
 
 
 async def late(transitions, key, nodes, staging, directory, index) -> bool:
@@ -133,9 +133,9 @@ async def late(transitions, key, nodes, staging, directory, index) -> bool:
     if index:
         await asyncio.sleep(0.3)
     (directory / f"entered-{index}").touch()
-    await transitions.run(key, 2, nodes, 10.0, destination=str(staging / "v2" / "model.safetensors"))
+    await transitions.run(key, 2, nodes, 90.0, destination=str(staging / "v2" / "model.safetensors"))
     entered = len(list(directory.glob("entered-*")))
-    await transitions.finish(key, 30.0)
+    await transitions.finish(key, 90.0)
     return entered == len(nodes)
 
 
@@ -173,8 +173,8 @@ async def main(scenario: str, directory: Path) -> dict:
     try:
         first = second = None
         try:
-            first = await transitions.prepare(plain, nodes, 30.0)
-            second = await transitions.prepare(plain, nodes, 30.0)
+            first = await transitions.prepare(plain, nodes, 90.0)
+            second = await transitions.prepare(plain, nodes, 90.0)
         finally:
             # The vote: nobody runs what another could not prepare.
             everybody_ready = all(world.allgather(second is not None))
@@ -182,29 +182,29 @@ async def main(scenario: str, directory: Path) -> dict:
             raise ValueError("another node was not ready")
         result["cached"] = [first["cached"], second["cached"]]
         result["phases"] = await transitions.run(
-            key, 1, nodes, float(os.environ.get("LIMIT", 30)), destination=target, verify=True
+            key, 1, nodes, float(os.environ.get("LIMIT", 90)), destination=target, verify=True
         )
         if scenario == "one way":
-            await transitions.finish(key, 30.0)
+            await transitions.finish(key, 90.0)
             result["all_entered"] = await late(transitions, key, nodes, staging, directory, index)
         result["times_ms"] = []
         if fault == "digest" and index == 1:
             raise ValueError("staged: digest differs")
         if not fault and scenario != "one way":
-            await transitions.finish(key, 30.0)
+            await transitions.finish(key, 90.0)
             for number in range(2, 8):
                 target = str(staging / f"v{number}" / "model.safetensors") if staged else None
                 world.Barrier()
                 began = time.perf_counter()
-                await transitions.prepare(plain, nodes, 30.0)
-                await transitions.run(key, number, nodes, 30.0, destination=target)
-                await transitions.finish(key, 30.0)
+                await transitions.prepare(plain, nodes, 90.0)
+                await transitions.run(key, number, nodes, 90.0, destination=target)
+                await transitions.finish(key, 90.0)
                 result["times_ms"].append(round(1e3 * (time.perf_counter() - began), 2))
     except (CallError, PhaseTimeout, OSError, ValueError, RuntimeError) as error:
         result["error"] = f"{type(error).__name__}: {error}"
     # What the controller does: an error anywhere means an abort everywhere.
     if fault:
-        await transitions.abort(key, "another node failed", nodes, 5.0)
+        await transitions.abort(key, "another node failed", nodes, 60.0)
         result["left"] = (
             sorted(str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file()) if staging.exists() else []
         )
@@ -214,7 +214,7 @@ async def main(scenario: str, directory: Path) -> dict:
     result["looks"] = []
     for name in workers.pipes:
         try:
-            result["looks"].append(await workers.call(name, "look", timeout_s=10))
+            result["looks"].append(await workers.call(name, "look", timeout_s=60))
         except (CallError, TimeoutError, TypeError) as error:
             result["looks"].append(str(error))
     if scenario == "sync" and not fault:

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from machine import cpu_seconds  # noqa: E402
 from tiny_model import write_model  # noqa: E402
 from worker_harness import Harness  # noqa: E402
 
@@ -394,9 +395,10 @@ def as_call(request):
 
 def test_the_worker_serves_the_engine_over_its_socket(models, tmp_path):
     with Harness(tmp_path) as harness:
-        worker = harness.start("dynarl.roles.rollout.worker", "n1-rollout-0")
+        worker = harness.start("stepped_rollout_worker", "n1-rollout-0")
         with pytest.raises(wire.CallError, match="call load first"):
             worker.call("submit", requests=[])
+        worker.call("go_on", steps=10**6)
         worker.call("load", model_dir=models[0], version=4)
         worker.call("submit", requests=[as_call(request(i)) for i in range(3)])
         finished = {data["sample"]: data for data in (worker.wait_event("finished") for _ in range(3))}
@@ -411,12 +413,16 @@ def test_the_worker_serves_the_engine_over_its_socket(models, tmp_path):
 
         # Aborted on the way: nothing of it comes as an event any more, and it goes on under other weights.
         worker.events()
+        worker.call("go_on", steps=20)
         worker.call("submit", requests=[as_call(request(0, 240)), as_call(request(1, 240))])
+        worker.wait_event("stepped")
         (partial,) = worker.call("abort", samples=["0:0:0"])
+        assert len(partial["response"]) == 4 * 20
         worker.call("load", model_dir=models[1], version=5)
         resumed = as_call(request(0, 240)) | {"response": partial["response"], "logprobs": partial["logprobs"]}
         with pytest.raises(wire.CallError, match="0:1:0.*already"):
             worker.call("submit", requests=[resumed, as_call(request(1))])
+        worker.call("go_on", steps=10**6)
         assert [data["sample"] for data in (worker.wait_event("finished"),)] == ["0:1:0"]
         worker.call("submit", requests=[resumed])
         data = worker.wait_event("finished")
@@ -426,7 +432,7 @@ def test_the_worker_serves_the_engine_over_its_socket(models, tmp_path):
         worker.call("sleep")
         worker.call("wake")
         worker.call("stop")
-        assert worker.process.wait(10) == 0
+        assert worker.process.wait(60) == 0
 
 
 def test_parts_say_once_what_was_sampled_also_over_new_weights(models):
@@ -481,11 +487,6 @@ def test_an_idle_worker_uses_no_cpu_and_figures_are_rate_limited(models, tmp_pat
             worker.wait_event("finished")
         worker.call("ping")
         assert 1 <= len(worker.events("figures")) <= 4 * (time.monotonic() - start) + 2
-
-        def cpu_s():
-            fields = open(f"/proc/{worker.process.pid}/stat").read().rsplit(")", 1)[1].split()
-            return (int(fields[11]) + int(fields[12])) / 100
-
-        before = cpu_s()
+        before = cpu_seconds(worker.process.pid)
         time.sleep(1.0)
-        assert cpu_s() - before <= 0.02
+        assert cpu_seconds(worker.process.pid) - before < 0.2

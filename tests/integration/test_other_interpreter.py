@@ -31,7 +31,7 @@ async def first_event(python: Path, directory: Path) -> tuple[wire.Event, dict[s
     supervisor = Supervisor("n1", f"ipc://{directory}/agent.sock", directory, lambda *death: died.set_result(death))
     worker = supervisor.start("rollout", 0, python=str(python), env={}, device_kind="cpu")
     heard = asyncio.ensure_future(socket.recv_multipart())
-    await asyncio.wait({heard, died}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({heard, died}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
     assert heard.done(), worker.log_path.read_text()
     pairs = Path(f"/proc/{worker.process.pid}/environ").read_text().split("\0")
     await supervisor.stop_all()

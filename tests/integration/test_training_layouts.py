@@ -194,7 +194,7 @@ def test_training_goes_on_while_others_come_to_the_next_groups_or_never_do(stage
     stage.workers[3].call("prepare_layout", name="without the last", **told)
     stage.workers[0].call("prepare_layout", name="without the last", **told)
     with pytest.raises(wire.CallError, match="used before"):
-        stage.workers[0].call("prepared", limit_s=10.0)
+        stage.workers[0].call("prepared", limit_s=60.0)
     trainers.together(stage.workers, "discard")
     fleet.recut(layout(tp=2, dp=2))
     run += steps(stage, fleet, batches, 1, 2, "meanwhile")
