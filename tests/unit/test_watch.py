@@ -74,13 +74,17 @@ def test_the_exit_code_tells_how_it_ended(synthetic, state, code):
 
 def test_it_waits_for_the_run_to_start_and_stays_over_a_requeue(synthetic, monkeypatch):
     rundir.add_job(synthetic.run, 4711)
-    monkeypatch.setattr(
-        run_module, "ask_slurm", lambda job: JobInfo(job, Presence.PRESENT, "PENDING", detail="Resources")
-    )
+    asked = threading.Event()
+
+    def ask_slurm(job):
+        asked.set()
+        return JobInfo(job, Presence.PRESENT, "PENDING", detail="Resources")
+
+    monkeypatch.setattr(run_module, "ask_slurm", ask_slurm)
     synthetic.speed = 1000  # real time stamps
 
     def write():
-        time.sleep(0.1)
+        asked.wait()
         synthetic.start()
         synthetic.end("requeued", "time limit near")
         time.sleep(0.1)
@@ -186,7 +190,7 @@ def test_on_a_terminal_the_view_is_redrawn_and_left_in_its_last_state(synthetic)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=side, stderr=side, stdin=side, env=environment)
     os.close(side)
     output = b""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if select.select([main], [], [], 0.1)[0]:
             try:
@@ -197,6 +201,6 @@ def test_on_a_terminal_the_view_is_redrawn_and_left_in_its_last_state(synthetic)
             synthetic.end()
             synthetic.seq = 20
     os.close(main)
-    assert process.wait(5) == 0
+    assert process.wait(60) == 0
     assert b"\x1b[" in output
     assert b"completed" in output and b"results:" in output

@@ -48,7 +48,7 @@ def job(**failure) -> SimpleNamespace:
 def story(scenario, **failure) -> SimpleNamespace:
     async def go():
         made = job(**failure)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await scenario(Workers(made), made)
         return made
 

@@ -8,7 +8,8 @@ from dynarl.tasks.tools.base import Tool
 
 
 class Wait(Tool):
-    """`wait 0.5`: an answer after half a second; `wait die`: the process ends."""
+    """`wait 0.5`: an answer after half a second; `wait go`: when the file `<log>.go` is there; `wait die`: the process
+    ends."""
 
     def __init__(self, log):
         self.log = log
@@ -18,7 +19,11 @@ class Wait(Tool):
             file.write(f"{arguments}\n")
         if arguments == "die":
             os._exit(7)
-        time.sleep(float(arguments))
+        if arguments == "go":
+            while not os.path.exists(f"{self.log}.go"):
+                time.sleep(0.01)
+        else:
+            time.sleep(float(arguments))
         session["calls"] = session.get("calls", 0) + 1
         return f"ok {session['calls']}"
 
@@ -49,6 +54,7 @@ class Waiting(Task):
             "wait ",
             "ok ",
             "die",
+            "go",
             "end",
             "error: ",
             "no answer",
