@@ -57,7 +57,7 @@ class Monitor:
         journal: Journal | None = None,
         first_number: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        stopwatch: Callable[[], float] = time.perf_counter,
+        stopwatch: Callable[[], float] = time.process_time,
         figures_gap_s: float | None = None,
     ):
         self._config, self._journal, self.clock = config, journal, clock
@@ -186,6 +186,7 @@ class Monitor:
     def moved(self, sources: Mapping[str, str], moves: Mapping[str, str], outcome: Outcome) -> None:
         """A change of roles came to its end. sources: roles before it."""
         if not outcome.committed:
+            self._state = None  # nothing is as it was decided, so that is not put off
             return
         pause_s = 1e-3 * outcome.pause_ms
         for node, target in moves.items():

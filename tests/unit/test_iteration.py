@@ -44,7 +44,7 @@ def describe(log, home, may, policy):
 
 
 def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_share=0.0, reaped=False, minibatches=1, membership="fixed",
-        groups=8, size=3, slow=(), max_running=8, longest=30, chunk=None, limit_s=10.0):
+        groups=8, size=3, slow=(), max_running=8, longest=30, chunk=None, limit_s=10.0, decides_s=DECIDES_S):
     """One iteration. Returns the cluster, after the checks that hold for every iteration. `reaped`: idle workers die, too;
     slow: nodes that take five times as long for a token."""
     samples = [wire.sample_id(1, g, m) for g in range(groups) for m in range(size)]
@@ -62,7 +62,7 @@ def run(home: dict[str, str], policy: Policy, seed: int, tmp_path, *, chaos_shar
         iteration = cluster.iteration = Iteration(
             config, cluster, epochs, WEIGHTS, may, cluster.down, samples,
             scored_by_inference=any("inference" in choices for choices in may.values()),
-            monitor=Monitor(config, log, clock=asyncio.get_running_loop().time, stopwatch=itertools.count(0.0, DECIDES_S).__next__))
+            monitor=Monitor(config, log, clock=asyncio.get_running_loop().time, stopwatch=itertools.count(0.0, decides_s).__next__))
         for name in slow:
             cluster.agents[name].slowness = 5.0
         cluster.spawn(cluster.report())
@@ -387,6 +387,10 @@ def test_a_group_stays_with_its_finished_members_when_the_others_move(tmp_path):
 @pytest.mark.parametrize("home, policy", POLICIES.values(), ids=POLICIES)
 def test_an_iteration_trains_every_sample_once_also_in_chaos(home, policy, seed, chaos_share, reaped, tmp_path):
     run(home, policy, seed, tmp_path, chaos_share=chaos_share, reaped=reaped)
+
+
+def test_a_change_that_failed_is_decided_anew_at_once_however_long_decisions_take(tmp_path):
+    run(*POLICIES["adaptive, lend owners"], 2, tmp_path, chaos_share=0.04, decides_s=0.3)
 
 
 def test_a_late_failure_does_not_take_back_what_runs_again_since_the_worker_died(tmp_path):
