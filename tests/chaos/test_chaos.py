@@ -80,7 +80,7 @@ def test_answers_of_killed_workers_are_what_they_would_have_been(minislurm, tmp_
     settings = (
         "run.iterations=3", "cluster.nodes=3", "split.rollout=2", "policy.name=static", "warm_start.steps=0", "task.eval_size=0",
         "training.lr=0", "algorithm.truncated=keep", "algorithm.max_response_tokens=440", "model.max_position=512",
-        "model.hidden_size=64", "model.layers=4", "algorithm.prompts_per_step=48", "rollout.max_running=8",  # several waves
+        "model.hidden_size=64", "model.layers=4", "algorithm.prompts_per_step=20", "rollout.max_running=8",  # several waves
     )
     cluster, tokens, took_s, begun_elsewhere = minislurm(nodes=3), {}, [], 0
     for disturbed in (False, True):
