@@ -275,7 +275,7 @@ def test_requests_stay_where_they_are_if_rebalancing_is_off(often, tmp_path):
 
 def test_requests_move_while_others_change_roles_and_are_trained_once(often, tmp_path):
     moved = 0
-    for seed in range(4):
+    for seed in range(16):
         cluster = run(homes(4, 1, 1), Policy(threshold=6, dwell_s=0.0), seed, tmp_path, slow=["n1", "n2"], groups=16, max_running=64,
                       chaos_share=0.02, longest=90)
         moved += sum(cluster.relocated.values())
