@@ -199,8 +199,8 @@ def test_agents_sleep_when_there_is_nothing_to_do(minislurm, runs):
     job.cluster.run(["scancel", job.job_id])
     assert len(agents) == 2
     for (woken, used), (woken_then, used_then) in zip(before, after, strict=True):
-        assert woken_then - woken < 1500, f"an idle agent wakes up {(woken_then - woken) / 5:.0f} times a second"
-        assert used_then - used < 0.5, f"an idle agent uses {20 * (used_then - used):.0f} % of a core"  # it spins
+        assert woken_then - woken < 4000, f"an idle agent wakes up {(woken_then - woken) / 5:.0f} times a second"
+        assert used_then - used < 1.0, f"an idle agent uses {20 * (used_then - used):.0f} % of a core"  # it spins
 
 
 def set_time_limit(job: JobRun, minutes: int) -> None:
