@@ -23,8 +23,9 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-# Highest tag that MPI promises everywhere is 32767.
-TAG_SPACE = 32000
+# Highest tag that MPI promises everywhere is 32767. Votes have tags of their own: Open MPI makes a communicator by
+# messages in the world that have the tag which it was given.
+TAG_SPACE = FIRST_VOTE_TAG = 16000
 # How often MPI is called when nothing goes on.
 PROGRESS_S = 0.25
 
@@ -39,6 +40,7 @@ class Remapper:
     def __init__(self, world: MPI.Intracomm):
         self._world = world
         self._communicators: dict[tuple[int, ...], MPI.Intracomm] = {}
+        self._late: list[MPI.Request] = []  # of votes that were cut short; they keep the memory that MPI still uses
 
     def communicator(self, number: int, ranks: list[int]) -> MPI.Intracomm:
         """The communicator of `ranks` (this rank among them). number: of the transition that it is for.
@@ -65,40 +67,42 @@ class Remapper:
         """Let MPI finish what it began, for ever."""
         while True:
             self._world.Iprobe(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)
+            self._late = [request for request in self._late if not request.Test()]
             await asyncio.sleep(PROGRESS_S)
 
     async def vote(self, epoch: int, ranks: list[int], ready: bool, digest: int, timeout_s: float) -> dict:
         """All members say whether they are ready and which digest they computed (an unsigned 32-bit number).
 
+        The digest depends on the epoch: what is left of a vote that was cut short is never taken for a yes.
         Returns {"agreed", "ready", "same_digest"}; `agreed` only if all are ready with one digest. Raises PhaseTimeout.
         """
         first, *others = sorted(ranks)
         mine = np.array([int(ready), digest, -digest], dtype=np.int64)
-        least, tag, what = mine.copy(), epoch % TAG_SPACE, f"vote of epoch {epoch}"
+        least, tag, what = mine.copy(), FIRST_VOTE_TAG + epoch % TAG_SPACE, f"vote of epoch {epoch}"
         deadline = time.monotonic() + timeout_s
         if self._world.rank == first:
             told = np.empty((len(others), len(mine)), dtype=np.int64)
             received = [self._world.Irecv(row, rank, tag) for row, rank in zip(told, others)]
-            await _complete(received, deadline, what)
+            await self._complete(received, deadline, what)
             least = np.min([mine, *told], axis=0)
-            await _complete([self._world.Isend(least, rank, tag) for rank in others], deadline, what)
+            await self._complete([self._world.Isend(least, rank, tag) for rank in others], deadline, what)
         else:
-            await _complete([self._world.Isend(mine, first, tag), self._world.Irecv(least, first, tag)], deadline, what)
-        all_ready, same = bool(least[0]), int(least[1]) == -int(least[2])
+            requests = [self._world.Isend(mine, first, tag), self._world.Irecv(least, first, tag)]
+            await self._complete(requests, deadline, what)
+        all_ready, same = bool(least[0]), np.array_equal(least[1:], mine[1:])
         return {"agreed": all_ready and same, "ready": all_ready, "same_digest": same}
 
-
-async def _complete(requests: list[MPI.Request], deadline: float, what: str) -> None:
-    """Wait without holding up the agent: one that does not answer its controller meanwhile is taken for lost."""
-    pause_s = 0.0001
-    while not MPI.Request.Testall(requests):
-        if time.monotonic() > deadline:
-            for request in requests:  # what comes late must not be written to memory that is somebody else's by then
-                if request != MPI.REQUEST_NULL:
+    async def _complete(self, requests: list[MPI.Request], deadline: float, what: str) -> None:
+        """Wait without holding up the agent: one that does not answer its controller meanwhile is taken for lost."""
+        pause_s = 0.0001
+        while not MPI.Request.Testall(requests):
+            if time.monotonic() > deadline:
+                for request in requests:  # a message may still be on its way out: Open MPI takes none back
                     request.Cancel()
-            raise PhaseTimeout(f"{what} did not complete in time")
-        await asyncio.sleep(pause_s)
-        pause_s = min(0.002, pause_s * 1.5)
+                self._late += requests
+                raise PhaseTimeout(f"{what} did not complete in time")
+            await asyncio.sleep(pause_s)
+            pause_s = min(0.002, pause_s * 1.5)
 
 
 class _watchdog:
