@@ -149,9 +149,8 @@ class Verifier(Seat):
                 batch[0].verdict = NO_VERDICT
         except CallError as error:
             log.warning("no verdict on %s: %s", ", ".join(answer.question["sample"] for answer in batch), error)
-            if not self._gone:
-                for answer in batch:
-                    answer.verdict = NO_VERDICT
+            if len(batch) == 1 and not self._gone:
+                batch[0].verdict = NO_VERDICT
         else:
             for answer, given in zip(batch, judged, strict=True):
                 answer.verdict = self._verdict(given)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from troubled_task import DIES, DIES_ONCE, GOOD, HANGS, RAISES
+from troubled_task import DIES, DIES_ONCE, GOOD, HANGS, NO_NUMBER, OTHER_NUMBER, RAISES
 
 from dynarl import wire
 from dynarl.agent.supervisor import Supervisor
@@ -145,6 +145,16 @@ def test_a_verifier_that_raises_scores_nothing_and_stays(tmp_path, caplog):
     assert "no verdict on 1:4:0: ValueError: not a number" in caplog.text
 
 
+def test_a_reward_that_is_no_number_costs_no_other_answer_of_its_batch(tmp_path):
+    async def scenario(node):
+        indices = [GOOD, GOOD, NO_NUMBER, GOOD, OTHER_NUMBER, GOOD]
+        verdicts = await asyncio.gather(*(node.score(index) for index in indices))
+        assert verdicts == [RIGHT, RIGHT, NO_VERDICT, RIGHT, Verdict(0.5, True), RIGHT]
+        assert node.seen == [1]
+
+    on_node(tmp_path, scenario)
+
+
 # --- without a process
 
 
@@ -212,6 +222,20 @@ def test_batches_of_slow_verdicts_stay_within_one_answers_limit(monkeypatch):
 
     asyncio.run(scenario())
     assert [len(args["answers"]) for _, args in calls] == [1, 2, 1, 2, 1, 1]
+
+
+def test_a_call_that_fails_with_many_answers_is_made_with_each_of_them():
+    def fails(answers):
+        if any(answer["index"] == 5 for answer in answers):
+            raise wire.CallError("no such answer")
+        return all_right(answers)
+
+    verifier, _ = scripted({"score": fails})
+
+    async def scenario():
+        return await asyncio.gather(*(verifier.score(f"1:{index}:0", "train", index, b"") for index in range(8)))
+
+    assert asyncio.run(scenario()) == [NO_VERDICT if index == 5 else RIGHT for index in range(8)]
 
 
 def test_an_answer_whose_asker_goes_away_holds_nobody_up():

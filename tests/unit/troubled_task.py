@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from fractions import Fraction
 from pathlib import Path
 
 from dynarl.tasks.base import Score, Task
 
-GOOD, HANGS, DIES, DIES_ONCE, RAISES = range(5)
+GOOD, HANGS, DIES, DIES_ONCE, RAISES, NO_NUMBER, OTHER_NUMBER = range(7)
 
 
 class Troubled(Task):
@@ -27,6 +28,10 @@ class Troubled(Task):
             os._exit(9)
         if index == RAISES:
             raise ValueError("not a number")
+        if index == NO_NUMBER:
+            return Score(object(), True)
+        if index == OTHER_NUMBER:
+            return Score(Fraction(1, 2), 1)
         return Score(1.0, True)
 
     def demonstration(self, index: int) -> tuple[str, str]:

@@ -115,10 +115,11 @@ class EnvironmentWorker(Worker):
 def _verdict(task: Task, codec: Codec, sample: str, split: str, index: int, response: bytes) -> dict[str, Any]:
     try:
         score = task.verify(split, index, codec.decode(wire.unpack_ids(response)))
+        reward, correct = float(score.reward), bool(score.correct)  # whatever a task gives, it can be sent
     except Exception as error:
         logging.exception("the verifier failed on %s", sample)
         return {"sample": sample, "error": f"{type(error).__name__}: {error}"}
-    return {"sample": sample, "reward": score.reward, "correct": score.correct}
+    return {"sample": sample, "reward": reward, "correct": correct}
 
 
 if __name__ == "__main__":
