@@ -124,7 +124,7 @@ class Verifier(Seat):
         return answer.verdict
 
     async def _judge_first(self) -> None:
-        """Verdicts on the answers that have waited longest: twice as many as the last time while that goes quickly."""
+        """Verdicts on the answers that have waited longest: up to twice as many as ever went quickly together."""
         batch = [answer for answer in self._unjudged if answer.verdict is None][: self._together]
         started = time.monotonic()
         if len(batch) > 1:
@@ -134,8 +134,10 @@ class Verifier(Seat):
                 if answer.verdict is None:
                     await self._ask([answer])
             answer.verdict = answer.verdict or NO_VERDICT
-        quick = time.monotonic() - started < LONG * self._timeout_s
-        self._together = min(2 * self._together, MOST_TOGETHER) if quick else max(1, self._together // 2)
+        if time.monotonic() - started >= LONG * self._timeout_s:
+            self._together = max(1, len(batch) // 2)
+        elif len(batch) == self._together:  # fewer say nothing of so many
+            self._together = min(2 * self._together, MOST_TOGETHER)
 
     async def _ask(self, batch: list[_Answer]) -> None:
         """Ask for verdicts. An answer that may not be to blame for what went wrong gets none yet."""

@@ -224,6 +224,25 @@ def test_batches_of_slow_verdicts_stay_within_one_answers_limit(monkeypatch):
     assert [len(args["answers"]) for _, args in calls] == [1, 2, 1, 2, 1, 1]
 
 
+def test_verdicts_that_came_one_at_a_time_say_nothing_of_many_together(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("dynarl.agent.verifier.time.monotonic", lambda: clock[0])
+
+    def slow(answers):
+        clock[0] += 0.2 * len(answers)
+        return all_right(answers)
+
+    verifier, calls = scripted({"score": slow})
+
+    async def scenario():
+        for index in range(8):
+            await verifier.score(f"1:{index}:0", "train", index, b"")
+        await asyncio.gather(*(verifier.score(f"1:{index}:1", "train", index, b"") for index in range(8)))
+
+    asyncio.run(scenario())
+    assert max(len(args["answers"]) for _, args in calls) == 2
+
+
 def test_a_call_that_fails_with_many_answers_is_made_with_each_of_them():
     def fails(answers):
         if any(answer["index"] == 5 for answer in answers):
