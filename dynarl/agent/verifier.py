@@ -117,7 +117,7 @@ class Verifier(Seat):
         self._unjudged.append(answer)
         try:
             async with self._turn:  # turns come in the order of `_unjudged`
-                if answer.verdict is None:
+                while answer.verdict is None:  # before it may still be one whose asker has just gone away
                     await self._judge_first()
         finally:
             self._unjudged.remove(answer)

@@ -257,6 +257,27 @@ def test_a_call_that_fails_with_many_answers_is_made_with_each_of_them():
     assert asyncio.run(scenario()) == [NO_VERDICT if index == 5 else RIGHT for index in range(8)]
 
 
+def test_an_answer_behind_one_whose_asker_is_just_going_away_gets_its_verdict():
+    answers = {"score": all_right}
+    verifier, _ = scripted(answers)
+
+    async def scenario():
+        def prompts(**_):
+            going.cancel()
+            return [{"index": 1, "prompt": b""}]
+
+        async def next_one():
+            await verifier.prompts("train", [1])
+            return await verifier.score("1:1:0", "train", 1, b"")
+
+        answers["prompts"] = prompts
+        asked = asyncio.create_task(next_one())
+        going = asyncio.create_task(verifier.score("1:0:0", "train", 0, b""))
+        return await asked
+
+    assert asyncio.run(scenario()) == RIGHT
+
+
 def test_an_answer_whose_asker_goes_away_holds_nobody_up():
     verifier, calls = scripted({"score": all_right})
 
