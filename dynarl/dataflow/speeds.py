@@ -63,7 +63,7 @@ class Speeds:
         """
         at = now if made_s is None else made_s
         before, tokens_before, running_before, prefilled_before = self._last.get(instance, (at, tokens, 0, prefilled))
-        if running and running_before and at - before < LEAST_S:
+        if running and running_before and abs(at - before) < LEAST_S:
             return
         self._last[instance] = at, tokens, running, prefilled
         made, b = tokens - tokens_before, (running + running_before) / 2
@@ -72,7 +72,7 @@ class Speeds:
             return
         if prefilled - prefilled_before > made:  # requests have moved there: they will not in every step
             return
-        if at - before > self._most_s:
+        if not 0.0 < at - before <= self._most_s:  # a node that was started again has another clock
             return
         step_s = (at - before) * b / made
         self._steps.setdefault(instance, deque(maxlen=KEPT_STEPS)).append((now, b, step_s))

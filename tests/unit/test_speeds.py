@@ -99,6 +99,17 @@ def test_reports_that_come_together_are_timed_by_the_clock_of_who_made_them():
     assert late.of("n1") == prompt.of("n1")
 
 
+def test_an_instance_whose_clock_began_anew_is_measured_on():
+    speeds = Speeds()
+    for second in range(6):
+        speeds.note("n1", second, 80 * second, 8, made_s=1e6 + second)
+        speeds.note("n2", second, 80 * second, 8, made_s=1e6 + second)
+    for second in range(60, 70):  # and it is slower now
+        speeds.note("n1", second, 80 * second, 8, made_s=1e6 + second)
+        speeds.note("n2", second, 20 * second, 8, made_s=second - 50.0)
+    assert speeds.of("n2")[0] > 1.5 * speeds.of("n1")[0] > 0
+
+
 def test_equal_instances_with_noisy_readings_are_equal():
     speeds, noise = Speeds(), random.Random(1)
     for second in range(12):
