@@ -27,8 +27,8 @@ class TrueLengths(Lengths):
 class OracleRouter(Router):
     """Routes requests by the tokens that each really has to go."""
 
-    def __init__(self, config: Config, lengths: Lengths, fleet: SimFleet):
-        super().__init__(config, lengths)
+    def __init__(self, config: Config, lengths: Lengths, figures_gap_s: float, fleet: SimFleet):
+        super().__init__(config, lengths, figures_gap_s)
         self._fleet = fleet
 
     def _expected(self, samples: list[str], tokens: np.ndarray, sampled: np.ndarray) -> np.ndarray:

@@ -189,7 +189,7 @@ class _Simulation:
         rounds = self.rounds = Rounds(config, world.homes, self.fleet, self.journal, _Writer(), monitor)
         rounds.lease_numbers = itertools.count(1)  # not those of the process: runs must not differ by what ran before
         if self.oracle:
-            rounds.router = OracleRouter(config, monitor.lengths, self.fleet)
+            rounds.router = OracleRouter(config, monitor.lengths, monitor.figures_gap_s, self.fleet)
         rounds.may = capabilities(config.policy, world.homes)
         rounds.trainer = Trainer(config, self.fleet, world.homes, degrees.first(config.training))
         rounds.workers = Workers(rounds)

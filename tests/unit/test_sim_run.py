@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from sim_worlds import STEP, TOOLS, Network, world
 
+from dynarl.dataflow.speeds import Speeds
 from dynarl.errors import ConfigError
 from dynarl.sim.books import ConservationError
 from dynarl.sim.decode import DecodeEngine
@@ -87,6 +88,19 @@ def test_workers_that_die_and_come_back_cost_tokens_but_no_sample():
     assert sum(b'"type":"worker_up"' in line and b'"attempt":2' in line for line in lines) == 3
 
 
+def test_engines_that_died_get_no_requests(monkeypatch):
+    place = Rollout._place
+
+    def living(rollout, sample):
+        seat = place(rollout, sample)
+        assert any(seat is each for each in rollout.seats)
+        return seat
+
+    monkeypatch.setattr(Rollout, "_place", living)
+    failures = [Failure(1, 4.0, "n4", "rollout"), Failure(1, 5.5, "n5", "rollout")]
+    run(world("threshold", tools=TOOLS, failures=failures), seed=1)
+
+
 @pytest.mark.parametrize(
     "failure, message",
     [
@@ -136,6 +150,19 @@ def test_a_faster_network_and_faster_training_end_earlier():
 
     fast, slow = (run(world("static", network=network), seed=1).iterations[0] for network in (Network(), Slow()))
     assert fast.makespan_s < slow.makespan_s
+
+
+def test_the_oracle_leaves_out_the_same_pauses_of_engines(monkeypatch):
+    longest = []
+
+    class Noted(Speeds):
+        def __init__(self, most_s):
+            super().__init__(most_s)
+            longest.append(most_s)
+
+    monkeypatch.setattr("dynarl.controller.router.Speeds", Noted)
+    run(world("adaptive"), seed=1, oracle=True)
+    assert len(set(longest)) == 1
 
 
 def test_the_oracle_knows_the_lengths_and_is_named_so():
