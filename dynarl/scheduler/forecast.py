@@ -258,7 +258,7 @@ def finish_times(
 def _generate(problem: Problem, generators: np.ndarray) -> np.ndarray:
     """[plans, cells + 1] times at which cells end, beginning with 0."""
     if problem.at_work < problem.rollout:
-        generators = np.minimum(generators, problem.at_work) + np.maximum(generators - problem.rollout, 0.0)
+        generators = np.minimum(generators, problem.at_work)  # nor would one that comes get what the idle ones do not
     (a, c, k), made = problem.step, problem.generation
     steps = np.diff(made.x)
     held = 0.5 * (made.held[1:] + made.held[:-1])

@@ -509,3 +509,10 @@ def test_nodes_without_requests_leave_while_another_generates_on():
     shared = decide(POLICY, replace(situation, running=dict.fromkeys(alone, 10)), SURVIVAL, known())
     assert not shared.moves
     assert shared.candidates[0].finish_s < decision.candidates[0].finish_s, "four nodes generate faster than one"
+
+
+def test_no_node_returns_to_generation_while_one_there_has_no_requests():
+    situation = seen(2, 0, 4, live=100, so_far=10, to_train=4, running={"n00": 100, "n01": 0})
+    assert "rollout" not in ask(situation).moves.values()
+    shared = replace(situation, running={"n00": 50, "n01": 50})
+    assert "rollout" in ask(shared).moves.values()
