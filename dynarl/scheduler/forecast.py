@@ -106,7 +106,8 @@ def generation(
         work = 0.5 * (live[1:] + live[:-1]) * np.diff(x)
         held = counts @ (remains * (written_per_sampled * (kinds[:, None] + x) + prompt_tokens)) / np.maximum(live, 1e-9)
         peak = float((held * live).max())
-        held[live < 1e-6] = held[live >= 1e-6][-1]
+        if (alive := live >= 1e-6).any():  # else all are longer than any is thought to get: they end at once
+            held[~alive] = held[alive][-1]
     else:
         x, live, work, held = _in_order(survival, kinds, counts, slots, furthest)
         held = written_per_sampled * held + prompt_tokens

@@ -212,3 +212,10 @@ def test_who_leaves_rollout_leaves_its_keys_and_values_to_be_computed_again():
     assert end(1e-3, rollout=2) == end(0.0, rollout=4), "nobody leaves, or it costs nothing"
     # Half of the requests, with a bit more than 100 tokens each, on two nodes.
     assert end(1e-3, rollout=4) - end(0.0, rollout=4) == pytest.approx(1e-3 * 32 * 100 / 2, rel=0.1)
+
+
+def test_answers_longer_than_any_is_thought_to_get_end_at_once():
+    survival = fit([10] * 20, [], 100, tail_at_risk=0.0)
+    made = generation(survival, [20] * 4, {2: 2}, 0.0)
+    assert made.work.sum() == 0 and made.complete[-1] == 1.0
+    assert ends(problem(made), (1, 1, 1)) == ends(problem(made), (2, 1, 1))
