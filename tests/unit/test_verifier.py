@@ -206,16 +206,21 @@ def test_answers_that_wait_are_judged_together_and_in_order():
     assert sum(batches, []) == list(range(200))
 
 
-def test_batches_of_slow_verdicts_stay_within_one_answers_limit(monkeypatch):
-    """A verdict takes 0.2 of the limit: two together take more than is thought quick, and no batch comes near the limit."""
+def slow(monkeypatch) -> tuple[Verifier, list]:
+    """As `scripted`: every verdict takes 0.2 of the limit, on a clock of its own."""
     clock = [0.0]
     monkeypatch.setattr("dynarl.agent.verifier.time.monotonic", lambda: clock[0])
 
-    def slow(answers):
+    def judge(answers):
         clock[0] += 0.2 * len(answers)
         return all_right(answers)
 
-    verifier, calls = scripted({"score": slow})
+    return scripted({"score": judge})
+
+
+def test_batches_of_slow_verdicts_stay_within_one_answers_limit(monkeypatch):
+    """A verdict takes 0.2 of the limit: two together take more than is thought quick, and no batch comes near the limit."""
+    verifier, calls = slow(monkeypatch)
 
     async def scenario():
         await asyncio.gather(*(verifier.score(f"1:{index}:0", "train", index, b"") for index in range(8)))
@@ -225,14 +230,7 @@ def test_batches_of_slow_verdicts_stay_within_one_answers_limit(monkeypatch):
 
 
 def test_verdicts_that_came_one_at_a_time_say_nothing_of_many_together(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("dynarl.agent.verifier.time.monotonic", lambda: clock[0])
-
-    def slow(answers):
-        clock[0] += 0.2 * len(answers)
-        return all_right(answers)
-
-    verifier, calls = scripted({"score": slow})
+    verifier, calls = slow(monkeypatch)
 
     async def scenario():
         for index in range(8):
